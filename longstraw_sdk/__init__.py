@@ -1,0 +1,47 @@
+"""LongStraw SDK: reinforcement learning on very long prompts, with the prompt computed once per group."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from .adapter import DecoderOutput, ResidentStateAdapter, StateView, adapter_for, register_adapter
+from .errors import (
+    ConfigurationError,
+    InputError,
+    LifecycleError,
+    LongStrawError,
+    NumericsError,
+    RegistryError,
+    StaleStateError,
+    UnsupportedModelError,
+    UseAfterReleaseError,
+    WitnessError,
+)
+from .prefix import Prefix
+from .session import LongStrawSession
+from .types import FinalizeResult, ReplayOutput
+
+__version__ = metadata.version("longstraw-sdk")
+
+__all__ = [
+    "ConfigurationError",
+    "DecoderOutput",
+    "FinalizeResult",
+    "InputError",
+    "LifecycleError",
+    "LongStrawError",
+    "LongStrawSession",
+    "NumericsError",
+    "Prefix",
+    "RegistryError",
+    "ReplayOutput",
+    "ResidentStateAdapter",
+    "StaleStateError",
+    "StateView",
+    "UnsupportedModelError",
+    "UseAfterReleaseError",
+    "WitnessError",
+    "__version__",
+    "adapter_for",
+    "register_adapter",
+]

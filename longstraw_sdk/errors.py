@@ -1,0 +1,45 @@
+"""Every error that a user can meet. One base class, each with a standard-library parent.
+
+All take one message, so they pickle across process boundaries. A message says what was given, what is allowed and what
+to do about it.
+"""
+
+
+class LongStrawError(Exception):
+    """Base class of every user-facing error."""
+
+
+class ConfigurationError(LongStrawError, ValueError):
+    """An option has a value that cannot work here, alone or beside another."""
+
+
+class UnsupportedModelError(LongStrawError, ValueError):
+    """The adapter cannot serve this model; the message lists everything that was found."""
+
+
+class RegistryError(LongStrawError, LookupError):
+    """No adapter, or more than one, is registered for a model type."""
+
+
+class InputError(LongStrawError, ValueError):
+    """A prompt, response, mask or reward that cannot be used. Nothing was changed."""
+
+
+class NumericsError(LongStrawError, ArithmeticError):
+    """A NaN or infinity where a finite number is needed, or two results that must agree and do not."""
+
+
+class LifecycleError(LongStrawError, RuntimeError):
+    """A call that is out of order: finalize twice, capture on a closed session, a second session on a model."""
+
+
+class StaleStateError(LifecycleError):
+    """The weights (or the active LoRA adapter) changed since the prompt was captured."""
+
+
+class UseAfterReleaseError(LifecycleError):
+    """A page or prefix was used after it was released."""
+
+
+class WitnessError(LongStrawError, RuntimeError):
+    """The resident state changed between capture and replay; the message names layer and page."""

@@ -1,0 +1,1 @@
+"""Evidence: parity with conventional autograd, memory traces."""

@@ -1,0 +1,79 @@
+"""Base of the adapters for transformers decoders: what varies is which layer types there are and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..adapter import DecoderOutput, ResidentStateAdapter, StateView
+from ..errors import UnsupportedModelError
+from ..state import AttentionKVSpec, StateSpec
+from ..types import CausalLM
+from .attention import bound_name, resident_forward
+from .cache import GenerationCache, ResidentCache
+from .checks import find_problems, layer_types_of
+
+
+class TransformersAdapter(ResidentStateAdapter):
+    """Serves decoders whose attention goes through `cache.update(..., kwargs=kwargs)` and the AttentionInterface.
+
+    A subclass for an architecture with further layer types names them in `layer_types` and says in `layer_spec` what
+    one keeps.
+    """
+
+    layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+
+    def layer_spec(self, config: Any, layer: int, layer_type: str, dtype: torch.dtype) -> StateSpec:
+        """What decoder layer `layer` of type `layer_type` keeps; here keys and values."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return AttentionKVSpec(
+            layer=layer, n_kv_heads=config.num_key_value_heads, key_dim=head_dim, value_dim=head_dim, dtype=dtype
+        )
+
+    def validate(self, model: CausalLM) -> None:
+        problems = find_problems(model, self.layer_types)
+        if problems:
+            listed = "".join(f"\n  - {problem}" for problem in problems)
+            raise UnsupportedModelError(f"{type(self).__name__} cannot serve {type(model).__name__}:{listed}")
+
+    def state_specs(self, model: CausalLM) -> tuple[StateSpec, ...]:
+        types = layer_types_of(model.config)
+        return tuple(self.layer_spec(model.config, i, kind, model.dtype) for i, kind in enumerate(types))
+
+    def bind(self, model: CausalLM) -> Callable[[], None]:
+        stock = model.config._attn_implementation
+        model.set_attn_implementation(bound_name(stock))
+        # transformers drops the cache of a checkpointed layer unless the layer says that it only reads it. A resident
+        # cache is only read: its updates are functional.
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        flags = [layer.__dict__.get("_can_checkpoint_with_cache") for layer in layers]
+        for layer in layers:
+            layer._can_checkpoint_with_cache = True
+
+        def unbind() -> None:
+            model.set_attn_implementation(stock)
+            for layer, flag in zip(layers, flags, strict=True):
+                if flag is None:
+                    del layer._can_checkpoint_with_cache
+                else:
+                    layer._can_checkpoint_with_cache = flag
+
+        return unbind
+
+    def forward(self, model: CausalLM, input_ids: torch.Tensor, view: StateView) -> DecoderOutput:
+        cache = ResidentCache(view, model.config.num_hidden_layers)
+        positions = torch.arange(view.n_tokens, view.n_tokens + input_ids.shape[1], device=input_ids.device)
+        with resident_forward():
+            out = model.base_model(
+                input_ids=input_ids,
+                position_ids=positions.expand(input_ids.shape[0], -1),
+                cache=cache,
+                use_cache=False,
+            )
+        return DecoderOutput(out.last_hidden_state, cache.produced())
+
+    def generation_cache(self, model: CausalLM, view: StateView) -> GenerationCache:
+        return GenerationCache(view, model.config.num_hidden_layers)

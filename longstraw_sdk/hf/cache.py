@@ -1,0 +1,137 @@
+"""transformers `Cache` classes that show a resident state to one forward, or to one generation.
+
+`ResidentCache` is functional: an update returns only the new rows, remembers them as `produced` and writes nothing, so
+checkpoint recompute may call it again. `GenerationCache` additionally keeps what each row decoded so far.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+
+from ..adapter import StateView
+from ..errors import UnsupportedModelError
+from ..state import PagedView, StateKey
+from .attention import PAGE_KWARG
+
+
+class _PagedLayer(CacheLayerMixin):
+    """One attention layer over resident pages."""
+
+    is_sliding = False
+    supports_early_init = False
+    is_croppable = False
+
+    def __init__(self, pages: PagedView, *, keep_rows: bool):
+        super().__init__()
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        self.pages = pages
+        self.keep_rows = keep_rows
+        self.produced: dict[str, torch.Tensor] = {}
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kwargs = options.get("kwargs")
+        if kwargs is None:
+            raise UnsupportedModelError(
+                "the attention layer calls cache.update without `kwargs=`, so its pages cannot reach the attention "
+                "function; this architecture needs an adapter of its own"
+            )
+        kwargs[PAGE_KWARG] = self.pages
+        self.produced = {"k": key_states, "v": value_states}
+        if self.keep_rows:
+            if self.keys is not None and self.values is not None:
+                key_states = torch.cat([self.keys, key_states], 2)
+                value_states = torch.cat([self.values, value_states], 2)
+            self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.pages.limit + (0 if self.keys is None else self.keys.shape[2])
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+class _RecurrentLayer(LinearAttentionLayer):
+    """One linear-attention layer that starts from a boundary state.
+
+    `record_past` makes the model take the functional convolution path for one-token forwards too; the stock path
+    writes into the state it was given.
+    """
+
+    def __init__(self, state: dict[str, torch.Tensor] | None, *, keep_rows: bool):
+        super().__init__(number_of_states=1)
+        self.record_past = True
+        self.keep_rows = keep_rows
+        self.produced: dict[str, torch.Tensor] = {}
+        self._start_from(state)
+
+    def _start_from(self, state: dict[str, torch.Tensor] | None) -> None:
+        known = state is not None
+        self.has_previous_state[0] = known
+        self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = known
+        self.conv_states[0] = state.get("conv") if state is not None else None
+        self.recurrent_states[0] = state["recurrent"] if state is not None else None
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        tail = self.conv_states[0]
+        if tail is None:
+            assert conv_kernel_size is not None, "the first update names the kernel size"
+            tail = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size - 1)
+        full = torch.cat([tail, conv_states], -1)
+        self.produced["conv"] = full[..., full.shape[-1] - tail.shape[-1] :]
+        return full
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        self.produced["recurrent"] = recurrent_states
+        if self.keep_rows:
+            # A copy: the tail is a slice of the concatenation, which a decode of many tokens would keep alive.
+            self._start_from({name: tensor.clone() for name, tensor in self.produced.items()})
+        return recurrent_states
+
+
+class ResidentCache(Cache):
+    """Shows `view` to one functional forward; `produced()` returns the new state with its graph."""
+
+    is_compileable = False
+    keep_rows = False
+
+    def __init__(self, view: StateView, n_layers: int):
+        self._layer_keys: list[StateKey] = []
+        layers = []
+        for layer in range(n_layers):
+            if (layer, "kv") in view.state.paged:
+                self._layer_keys.append((layer, "kv"))
+                pages = PagedView(view.state.paged[layer, "kv"], view.n_tokens, view.accumulate)
+                layers.append(_PagedLayer(pages, keep_rows=self.keep_rows))
+            else:
+                self._layer_keys.append((layer, "recurrent"))
+                recurrent = view.state.recurrent[layer, "recurrent"]
+                state = recurrent.leaves(view.boundary) if view.accumulate else recurrent.at(view.boundary)
+                if state is not None and view.n_rows > 1:
+                    state = {n: t.expand(view.n_rows, *t.shape[1:]).contiguous() for n, t in state.items()}
+                layers.append(_RecurrentLayer(state, keep_rows=self.keep_rows))
+        super().__init__(layers=layers)
+
+    def produced(self) -> dict[StateKey, dict[str, torch.Tensor]]:
+        return {key: layer.produced for key, layer in zip(self._layer_keys, self.layers, strict=True)}
+
+
+class GenerationCache(ResidentCache):
+    """Lets `generate` continue `view` with `view.n_rows` rows; only what they decode is per row."""
+
+    keep_rows = True

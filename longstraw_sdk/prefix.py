@@ -1,0 +1,314 @@
+"""One captured prompt: what a training loop holds between capture and release."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from .bound import BoundModel
+from .capture import capture_prefix
+from .errors import ConfigurationError, InputError, LifecycleError, StaleStateError, UseAfterReleaseError
+from .lora import adapter_state, adapters_disabled, weights_fingerprint
+from .replay import pack_rows, replay_rows
+from .sampling import generate_rows, seeded
+from .state import PagePool, Witness
+from .sweep import sweep_prefix
+from .types import GradientScope, PrefixAdapter, ReplayOutput
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+@dataclass
+class SessionStats:
+    """Running totals of a session. Seconds of replay are of the forward; the backward belongs to the caller.
+
+    `observer`, if set, is entered around every phase with its name; memory traces use it.
+    """
+
+    captured_tokens: int = 0
+    scored_tokens: int = 0
+    replayed_tokens: int = 0
+    swept_tokens: int = 0
+    sampled_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    observer: Callable[[str], AbstractContextManager[None]] | None = None
+
+    @contextmanager
+    def timed(self, phase: str, device: torch.device) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with nullcontext() if self.observer is None else self.observer(phase):
+                yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+@dataclass
+class SessionCore:
+    """What a session shares with its prefixes."""
+
+    bound: BoundModel
+    pool: PagePool
+    gradient_scope: GradientScope
+    prefix_adapter: PrefixAdapter
+    chunk_tokens: int
+    replay_tokens: int | None
+    temperature: float
+    verify_content: bool
+    stats: SessionStats = field(default_factory=SessionStats)
+    weights_epoch: int = 0
+    update_is_open: bool = False
+    n_sweeps: int = 0
+    n_swept_tokens: int = 0
+
+    def weights_key(self) -> tuple[int, int]:
+        """Changes when the weights that a capture depends on change."""
+        live = self.prefix_adapter == "live"
+        fingerprint = weights_fingerprint(self.bound.base, with_adapters=live)
+        return (fingerprint, self.weights_epoch if live else 0)
+
+
+class Prefix:
+    """A prompt's resident state and everything that can be done with it. Obtain it from `LongStrawSession.capture`.
+
+    Use it as a context manager: leaving the block sweeps (full scope) and releases the pages; leaving it by an
+    exception releases without sweeping.
+    """
+
+    def __init__(self, core: SessionCore, prompt_ids: torch.Tensor, owner: str):
+        self._core = core
+        self._owner = owner
+        self.prompt_ids = prompt_ids
+        self._capture()
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt tokens P."""
+        return len(self.prompt_ids)
+
+    @property
+    def released(self) -> bool:
+        return self._state.released
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of resident state held now, gradient accumulators included."""
+        return self._state.n_bytes
+
+    @property
+    def stale(self) -> bool:
+        """Whether the weights that the capture depends on have changed since."""
+        return self._weights_key != self._core.weights_key()
+
+    @property
+    def needs_sweep(self) -> bool:
+        return not self._state.released and self._state.has_gradient
+
+    def score(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Log-probs of each response, float tensors [R_i], without a graph."""
+        return [out.logps for out in self.score_with_entropy(rows)]
+
+    @torch.no_grad()
+    def score_with_entropy(self, rows: Sequence[torch.Tensor]) -> list[ReplayOutput]:
+        """Like `score`, with the entropies [R_i] beside the log-probs."""
+        with self._core.stats.timed("score", self._core.bound.device):
+            outputs, n_tokens = self._run(rows, accumulate=False)
+        self._core.stats.scored_tokens += n_tokens
+        return outputs
+
+    def replay(self, row: torch.Tensor) -> ReplayOutput:
+        """Log-probs and entropies [R] of one response, with its graph. Call `backward` on a loss of them."""
+        return self.replay_packed([row])[0]
+
+    def replay_packed(self, rows: Sequence[torch.Tensor]) -> list[ReplayOutput]:
+        """`replay` of several responses, packed as `replay_tokens` allows; the outputs of a pack share a graph."""
+        if not torch.is_grad_enabled():
+            raise LifecycleError(
+                "replay builds a graph, but gradients are disabled here; use score() for log-probs only"
+            )
+        core = self._core
+        if not adapter_state(core.bound.base):
+            raise ConfigurationError("replay has nothing to train: the LoRA adapter is disabled; use score() instead")
+        core.bound.check_checkpointing()
+        accumulate = core.gradient_scope == "full" and core.prefix_adapter == "live"
+        with core.stats.timed("replay", core.bound.device):
+            outputs, n_tokens = self._run(rows, accumulate=accumulate)
+        core.stats.replayed_tokens += n_tokens
+        core.update_is_open = True
+        for out in outputs:
+            for tensor in (out.logps, out.entropy):
+                tensor.register_hook(self._verify_in_backward)
+        return outputs
+
+    def sample(
+        self,
+        n_rows: int,
+        *,
+        max_new_tokens: int,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Draw `n_rows` responses, LongTensors [R_i], that end at the model's end-of-sequence token.
+
+        Args:
+            temperature: the session's if None; 0 decodes greedily.
+            top_k, top_p: restrict the draw; the defaults leave the distribution whole, as policy gradients assume.
+            seed: draw from this seed and leave the global random state alone; None uses the global one.
+        """
+        from transformers import GenerationConfig
+
+        stock = self._core.bound.base.generation_config
+        temperature = self._core.temperature if temperature is None else temperature
+        if not temperature >= 0:
+            raise ConfigurationError(f"temperature must be positive, or 0 for greedy decoding, got {temperature}")
+        drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
+        eos = stock.eos_token_id
+        pad = stock.pad_token_id if stock.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            eos_token_id=eos,
+            pad_token_id=0 if pad is None else pad,
+            **drawn,
+        )
+        with seeded(seed, self._core.bound.device):
+            return self.generate(n_rows, config)
+
+    def generate(self, n_rows: int, config: GenerationConfig) -> list[torch.Tensor]:
+        """`sample` under a transformers `GenerationConfig`, with all that it can express but beams."""
+        if n_rows < 1:
+            raise InputError(f"n_rows must be at least 1, got {n_rows}")
+        self._check_usable()
+        core = self._core
+        limit = core.bound.max_positions
+        if limit is not None and config.max_new_tokens is not None and self.n_tokens + config.max_new_tokens > limit:
+            raise InputError(
+                f"a prompt of {self.n_tokens} tokens and max_new_tokens={config.max_new_tokens} pass the model's "
+                f"max_position_embeddings={limit}"
+            )
+        with core.stats.timed("sample", core.bound.device):
+            rows = generate_rows(core.bound, self._state, self.prompt_ids, n_rows, config)
+        core.stats.sampled_tokens += sum(len(row) for row in rows)
+        return rows
+
+    def sweep(self) -> int:
+        """Turn the collected gradients of the resident state into LoRA gradients; returns the tokens swept (0 if none).
+
+        Leaving the `with` block and `finalize()` call it; calling it early frees the accumulators early.
+        """
+        if not self.needs_sweep:
+            return 0
+        self._check_usable()
+        core = self._core
+        core.bound.check_checkpointing()
+        with core.stats.timed("sweep", core.bound.device):
+            n_tokens = sweep_prefix(core.bound, self._state)
+        core.stats.swept_tokens += n_tokens
+        core.n_sweeps += 1
+        core.n_swept_tokens += n_tokens
+        return n_tokens
+
+    def refresh(self) -> None:
+        """Capture again with the weights as they are now. Collected gradients must have been swept."""
+        if self._state.released:
+            raise UseAfterReleaseError("this prefix was released; capture the prompt again with session.capture()")
+        if self.needs_sweep:
+            raise LifecycleError("this prefix holds gradients that were not swept; call sweep() or finalize() first")
+        self._state.release()
+        self._capture()
+
+    def release(self) -> None:
+        """Give the pages back without sweeping. Doing so twice is allowed."""
+        if not self._state.released:
+            self._state.release()
+
+    def __enter__(self) -> Prefix:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.sweep()
+        finally:
+            self.release()
+
+    def _capture(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise LifecycleError(
+                "a prompt cannot be captured in torch.inference_mode(), whose tensors carry no version counter to "
+                "witness; capture outside of it (no_grad is fine)"
+            )
+        core = self._core
+        frozen = core.prefix_adapter == "frozen"
+        scope: AbstractContextManager[None] = adapters_disabled(core.bound.base) if frozen else nullcontext()
+        with scope, core.stats.timed("capture", core.bound.device):
+            self._adapter_state = adapter_state(core.bound.base)
+            self._state = capture_prefix(
+                core.bound,
+                self.prompt_ids[:-1],
+                core.pool,
+                self._owner,
+                chunk_tokens=core.chunk_tokens,
+                keep_boundaries=core.gradient_scope == "full" and bool(self._adapter_state),
+            )
+        core.stats.captured_tokens += len(self.prompt_ids) - 1
+        self._weights_key = core.weights_key()
+        self._witness = Witness.of(self._state, with_digest=core.verify_content)
+        core.update_is_open = True
+
+    def _check_usable(self) -> None:
+        if self._state.released:
+            raise UseAfterReleaseError(
+                f"this prefix of {self.n_tokens} tokens was released; capture the prompt again, and keep sampling, "
+                "scoring, replay and backward inside its `with` block"
+            )
+        if self.stale:
+            raise StaleStateError(
+                "the weights changed since this prompt was captured, so its state no longer belongs to them; call "
+                'prefix.refresh() or capture again after each optimizer step, or use prefix_adapter="frozen"'
+            )
+        active = adapter_state(self._core.bound.base)
+        if self._core.prefix_adapter == "live" and active != self._adapter_state:
+            raise StaleStateError(
+                f"the prompt was captured with adapters {self._adapter_state or 'off'}, but {active or 'none'} "
+                "are active now; capture once per adapter"
+            )
+        self._witness.verify(self._state)
+
+    def _run(self, rows: Sequence[torch.Tensor], *, accumulate: bool) -> tuple[list[ReplayOutput], int]:
+        core = self._core
+        rows = [core.bound.check_ids(row, f"response {i}", self.n_tokens) for i, row in enumerate(rows)]
+        self._check_usable()
+        outputs: dict[int, ReplayOutput] = {}
+        for pack in pack_rows([len(row) for row in rows], core.replay_tokens):
+            results = replay_rows(
+                core.bound,
+                self._state,
+                self.prompt_ids[-1],
+                [rows[i] for i in pack],
+                accumulate=accumulate,
+                temperature=core.temperature,
+            )
+            outputs |= dict(zip(pack, results, strict=True))
+        self._witness.verify(self._state)
+        return [outputs[i] for i in range(len(rows))], sum(len(row) for row in rows)
+
+    def _verify_in_backward(self, gradient: torch.Tensor) -> None:
+        if self._state.released:
+            raise UseAfterReleaseError(
+                "backward ran after its prefix was released; call it inside the prefix's `with` block"
+            )
+        self._witness.verify(self._state)

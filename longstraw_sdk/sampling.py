@@ -1,0 +1,78 @@
+"""Sampling from the resident state: G rows decode behind one prefix, which is neither repeated nor recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from .adapter import StateView
+from .bound import BoundModel
+from .errors import ConfigurationError
+from .state import ResidentState
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+_ALLOWED = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "use_cache": True,
+    "cache_implementation": None,
+    "prompt_lookup_num_tokens": None,
+    "return_dict_in_generate": False,
+}
+"""The one value, beside None, of options that would replace the cache, the rows or the type of the result."""
+
+
+@torch.no_grad()
+def generate_rows(
+    bound: BoundModel, state: ResidentState, prompt_ids: torch.Tensor, n_rows: int, config: GenerationConfig
+) -> list[torch.Tensor]:
+    """`n_rows` responses, LongTensors [R_i], each ending with its first end-of-sequence token if it drew one.
+
+    Everything that `model.generate` can do to logits (top-k, top-p, penalties, ...) works as there, since it is what
+    runs; the draws come from the global random state, in the order in which it would draw for a batch of the prompt.
+    """
+    found = [
+        f"{name}={getattr(config, name)!r}"
+        for name, allowed in _ALLOWED.items()
+        if getattr(config, name, None) not in (None, allowed)
+    ]
+    if found:
+        raise ConfigurationError(
+            f"{', '.join(found)} cannot be used here: `n_rows` rows decode independently on the resident cache and "
+            "come back as tensors; leave it unset"
+        )
+    cache = bound.adapter.generation_cache(bound.base, StateView(state, state.last_boundary, n_rows=n_rows))
+    from .hf.attention import resident_forward
+
+    with resident_forward():
+        out = bound.base.generate(
+            input_ids=prompt_ids.expand(n_rows, -1),
+            attention_mask=torch.ones(n_rows, len(prompt_ids), dtype=torch.long, device=prompt_ids.device),
+            cache=cache,
+            generation_config=config,
+            use_cache=True,  # trainers switch it off in the model's configs
+        )
+    eos = config.eos_token_id
+    eos_ids = torch.tensor([] if eos is None else eos, dtype=torch.long, device=out.device).reshape(-1)
+    return [_cut(row, eos_ids) for row in out[:, len(prompt_ids) :]]
+
+
+def _cut(row: torch.Tensor, eos_ids: torch.Tensor) -> torch.Tensor:
+    ends = torch.isin(row, eos_ids).nonzero()
+    return row[: int(ends[0]) + 1] if len(ends) else row
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw from `seed` within the block and leave the global random state as it was; None draws from the global one."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

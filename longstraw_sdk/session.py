@@ -1,0 +1,228 @@
+"""The session: capture a prompt, sample, score and replay responses from it, finalize once, step once."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from types import TracebackType
+from typing import get_args
+
+import torch
+
+from .adapter import ResidentStateAdapter, adapter_for
+from .backends import GradientBackend, LocalBackend
+from .bound import BoundModel, bind_model
+from .errors import ConfigurationError, LifecycleError
+from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
+from .prefix import Prefix, SessionCore, SessionStats
+from .probe import probe as run_probe
+from .state import PagePool
+from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice
+
+logger = logging.getLogger(__name__)
+
+
+class LongStrawSession:
+    """Binds a LoRA model and runs GRPO's inner loop on very long prompts.
+
+    Args:
+        model: a causal LM with LoRA (a `PeftModel`, or a model with PEFT layers injected).
+        adapter: how to run the architecture; None picks it by `config.model_type`.
+        gradient_scope: "full" is the gradient of conventional autograd, through the prompt; "response" treats the
+            prompt's state as a constant, as published in arXiv 2607.14952, which is a different gradient.
+        prefix_adapter: "live" lets LoRA act on the prompt, so a capture is stale after an optimizer step; "frozen"
+            switches it on from the last prompt token only, so a capture outlives steps and both scopes are exact.
+        chunk_tokens: prompt tokens per forward in capture and sweep. Results do not depend on it.
+        page_tokens: rows per page of resident state. Results do not depend on it.
+        backend: how gradients of several processes are reduced; None for one process.
+        replay_tokens: how many response tokens one packed replay may hold; None replays one response at a time, which
+            keeps memory independent of the group size.
+        temperature: divides the logits in sampling, scoring and replay alike.
+        state_device: where pages live; "auto" is the model's device.
+        verify_content: let the witness hash the pages' content too, which finds writes through raw pointers.
+        probe: run the start-up probe on a few tokens; `poison` fills free pages with NaN. Both are for trust, not
+            for results.
+
+    Raises:
+        UnsupportedModelError: the adapter cannot serve the model; the message lists why.
+        ConfigurationError: an option or the LoRA set-up cannot work.
+        LifecycleError: the model is bound by another session.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        adapter: ResidentStateAdapter | None = None,
+        *,
+        gradient_scope: GradientScope = "full",
+        prefix_adapter: PrefixAdapter = "live",
+        chunk_tokens: int = 8192,
+        page_tokens: int = 4096,
+        backend: GradientBackend | None = None,
+        replay_tokens: int | None = None,
+        temperature: float = 1.0,
+        state_device: StateDevice = "auto",
+        verify_content: bool = False,
+        probe: bool = True,
+        poison: bool = False,
+    ):
+        _one_of("gradient_scope", gradient_scope, get_args(GradientScope))
+        _one_of("prefix_adapter", prefix_adapter, get_args(PrefixAdapter))
+        _one_of("state_device", state_device, get_args(StateDevice))
+        _at_least("chunk_tokens", chunk_tokens, 2)
+        _at_least("page_tokens", page_tokens, 1)
+        if replay_tokens is not None:
+            _at_least("replay_tokens", replay_tokens, 1)
+        if not temperature > 0:
+            raise ConfigurationError(f"temperature must be positive, got {temperature}")
+        require_trainable_lora(model)
+        self.adapter = adapter_for(base_model_of(model)) if adapter is None else adapter
+        self.backend: GradientBackend = LocalBackend() if backend is None else backend
+        bound = bind_model(model, self.adapter)
+        try:
+            _check_state_device(state_device, bound.device)
+            bound.check_checkpointing()
+            if probe:
+                run_probe(bound)
+        except BaseException:
+            bound.unbind()
+            raise
+        self._core = SessionCore(
+            bound=bound,
+            pool=PagePool(page_tokens, poison=poison),
+            gradient_scope=gradient_scope,
+            prefix_adapter=prefix_adapter,
+            chunk_tokens=chunk_tokens,
+            replay_tokens=replay_tokens,
+            temperature=temperature,
+            verify_content=verify_content,
+        )
+        # A session that is dropped without close() must not leave its model bound, once its prefixes are gone too.
+        self._unbind = weakref.finalize(self._core, bound.unbind)
+        self._open: list[Prefix] = []
+        self._n_prefixes = 0
+        self._numbers = itertools.count()
+        self._log_start()
+
+    @property
+    def gradient_scope(self) -> GradientScope:
+        return self._core.gradient_scope
+
+    @property
+    def prefix_adapter(self) -> PrefixAdapter:
+        return self._core.prefix_adapter
+
+    @property
+    def stats(self) -> SessionStats:
+        """Running totals of tokens and seconds per phase."""
+        return self._core.stats
+
+    @property
+    def pool(self) -> PagePool:
+        return self._core.pool
+
+    @property
+    def bound(self) -> BoundModel:
+        return self._core.bound
+
+    def capture(self, prompt_ids: torch.Tensor) -> Prefix:
+        """Capture one prompt, LongTensor [P] with P >= 1, and return its `Prefix`."""
+        self._check_open()
+        prompt_ids = self._core.bound.check_ids(prompt_ids, "prompt")
+        prefix = Prefix(self._core, prompt_ids, f"prompt {next(self._numbers)}")
+        self._open = [p for p in self._open if not p.released] + [prefix]
+        self._n_prefixes += 1
+        return prefix
+
+    def finalize(self) -> FinalizeResult:
+        """Close the update: sweep what is still open, reduce the gradient across processes once. Then step.
+
+        Raises `LifecycleError` if nothing was captured or replayed since the last call.
+        """
+        self._check_open()
+        if not self._core.update_is_open:
+            raise LifecycleError(
+                "finalize() was called, but nothing was captured or replayed since the last one; call it once per "
+                "optimizer step, before optimizer.step()"
+            )
+        core = self._core
+        for prefix in self._open:
+            prefix.sweep()
+        reduced_over = self.backend.reduce_gradients(p for p in core.bound.base.parameters() if p.requires_grad)
+        result = FinalizeResult(self._n_prefixes, core.n_sweeps, core.n_swept_tokens, reduced_over)
+        core.update_is_open, self._n_prefixes, core.n_sweeps, core.n_swept_tokens = False, 0, 0, 0
+        return result
+
+    def mark_weights_updated(self) -> None:
+        """Declare live captures stale. Needed only after optimizers that PyTorch's version counters do not see."""
+        self._core.weights_epoch += 1
+
+    def coverage(self) -> LoRACoverage:
+        """Which linears of each layer kind carry trainable LoRA."""
+        bound = self._core.bound
+        return lora_coverage(bound.base, {spec.layer: spec.kind for spec in bound.specs})
+
+    def close(self) -> None:
+        """Release every prefix without sweeping and unbind the model. Doing so twice is allowed."""
+        if self._unbind.alive:
+            for prefix in self._open:
+                prefix.release()
+            self._core.pool.trim()
+            self._unbind()
+
+    def __enter__(self) -> LongStrawSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._unbind.alive:
+            raise LifecycleError("this session is closed; make a new LongStrawSession")
+
+    def _log_start(self) -> None:
+        core = self._core
+        meaning = {
+            "full": "exact gradient through the prompt",
+            "response": "the prompt's state is a constant (arXiv 2607.14952)",
+        }[core.gradient_scope]
+        if core.prefix_adapter == "frozen":
+            meaning = "LoRA acts from the last prompt token on; exact"
+        logger.info(
+            "%s: gradient_scope=%s (%s), prefix_adapter=%s, chunk_tokens=%d, page_tokens=%d",
+            type(self.adapter).__name__,
+            core.gradient_scope,
+            meaning,
+            core.prefix_adapter,
+            core.chunk_tokens,
+            core.pool.page_tokens,
+        )
+        for row in self.coverage().missing:
+            logger.warning(
+                "LoRA is missing on %s in %d of %d %s layers",
+                row.linear,
+                row.n_layers - row.n_with_lora,
+                row.n_layers,
+                row.layer_kind,
+            )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(f"{name}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _check_state_device(state_device: str, model_device: torch.device) -> None:
+    if state_device not in ("auto", model_device.type):
+        raise ConfigurationError(
+            f"state_device={state_device!r} differs from the model's device {model_device}; this release keeps pages "
+            'beside the model: use "auto"'
+        )

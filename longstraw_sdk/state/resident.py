@@ -1,0 +1,254 @@
+"""The resident state of one prompt: pages, boundary states and, in full scope, their gradient accumulators.
+
+Capture appends to it, replays and the sweep read it through views. Its values never change after capture; only the
+accumulators do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ..errors import UseAfterReleaseError
+from ..types import accumulation_dtype
+from .pool import Page, PagePool
+from .specs import Component, PagedSpec, RecurrentSpec, StateKey, StateSpec
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Block(NamedTuple):
+    """The valid rows of one page. `grads` is None where gradients are not collected."""
+
+    values: Tensors
+    grads: Tensors | None
+
+
+class PagedLayerState:
+    """Rows of one layer, one per prefix token, on pages owned by one prompt."""
+
+    def __init__(self, spec: PagedSpec, pool: PagePool, owner: str, device: torch.device):
+        self.spec = spec
+        self.components = spec.components
+        self.device = device
+        self.n_tokens = 0
+        self.pages: list[Page] = []
+        self.has_gradient = False
+        self._accumulators: list[Page] = []
+        self._pool = pool
+        self._owner = owner
+
+    def append(self, rows: Tensors) -> None:
+        """Copy `rows` (name -> [1, *leading, T, *trailing]) behind the rows that are there."""
+        if not self.pages:  # autocast may produce another dtype than the weights have
+            self.components = tuple(replace(c, dtype=rows[c.name].dtype) for c in self.components)
+        n_new = rows[self.components[0].name].shape[self.components[0].token_dim + 1]
+        done = 0
+        while done < n_new:
+            used = self.n_tokens % self._pool.page_tokens
+            if used == 0:
+                self.pages.append(self._pool.allocate(self._owner, self.components, self.device))
+            n = min(self._pool.page_tokens - used, n_new - done)
+            for c in self.components:
+                source = rows[c.name][0].narrow(c.token_dim, done, n)
+                self.pages[-1].tensor(c.name).narrow(c.token_dim, used, n).copy_(source)
+            self.n_tokens += n
+            done += n
+
+    def blocks(self, limit: int, *, with_grads: bool = False) -> Iterator[Block]:
+        """The first `limit` rows, page by page. `with_grads` hands out the accumulators to add to, if there are any."""
+        with_grads = with_grads and bool(self._accumulator_components)
+        if with_grads:
+            self._ensure_accumulators()
+            self.has_gradient = True
+        page_tokens = self._pool.page_tokens
+        for index, start in enumerate(range(0, limit, page_tokens)):
+            n = min(page_tokens, limit - start)
+            values = _rows(self.pages[index], self.components, 0, n)
+            grads = _rows(self._accumulators[index], self._accumulator_components, 0, n) if with_grads else None
+            yield Block(values, grads)
+
+    def cotangents(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Collected gradients of rows `start` to `end`: name -> [1, *leading, end - start, *trailing]; {} if none."""
+        if not self.has_gradient:
+            return {}
+        page_tokens = self._pool.page_tokens
+        pieces: dict[str, list[torch.Tensor]] = {c.name: [] for c in self._accumulator_components}
+        for index in range(start // page_tokens, -(-end // page_tokens)):
+            first = max(start - index * page_tokens, 0)
+            last = min(end - index * page_tokens, page_tokens)
+            for name, rows in _rows(self._accumulators[index], self._accumulator_components, first, last).items():
+                pieces[name].append(rows)
+        dims = {c.name: c.token_dim for c in self.components}
+        return {name: torch.cat(parts, dims[name])[None] for name, parts in pieces.items()}
+
+    def drop_accumulators(self) -> None:
+        self._pool.release_pages(self._owner, self._accumulators)
+        self._accumulators = []
+        self.has_gradient = False
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(page.n_bytes for page in self.pages) + sum(page.n_bytes for page in self._accumulators)
+
+    @property
+    def _accumulator_components(self) -> tuple[Component, ...]:
+        return tuple(replace(c, dtype=accumulation_dtype(c.dtype)) for c in self.components if c.differentiable)
+
+    def _ensure_accumulators(self) -> None:
+        components = self._accumulator_components
+        while len(self._accumulators) < len(self.pages):
+            page = self._pool.allocate(self._owner, components, self.device)
+            page.fill_(0.0)
+            self._accumulators.append(page)
+
+
+def _rows(page: Page, components: Sequence[Component], start: int, end: int) -> dict[str, torch.Tensor]:
+    return {c.name: page.tensor(c.name).narrow(c.token_dim, start, end - start) for c in components}
+
+
+class PagedView(NamedTuple):
+    """What one forward may read of a layer: its first `limit` rows; `accumulate` collects their gradients."""
+
+    layer_state: PagedLayerState
+    limit: int
+    accumulate: bool
+
+    def blocks(self, *, with_grads: bool = False) -> Iterator[Block]:
+        return self.layer_state.blocks(self.limit, with_grads=with_grads and self.accumulate)
+
+
+class RecurrentLayerState:
+    """State of one recurrent layer at chunk boundaries, and the gradient at the boundary that is being differentiated.
+
+    Boundary 0 is the empty state before the first token: it is a constant and is stored as absent.
+    """
+
+    def __init__(self, spec: RecurrentSpec):
+        self.spec = spec
+        self.boundaries: dict[int, dict[str, torch.Tensor]] = {}
+        self.released = False
+        self._gradient: dict[str, torch.Tensor] = {}
+
+    def put(self, boundary: int, tensors: Tensors, *, keep_earlier: bool) -> None:
+        """Store the state after chunk `boundary`: name -> [1, *leading, *trailing], copied."""
+        if not keep_earlier:
+            self.boundaries.clear()
+        self.boundaries[boundary] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def at(self, boundary: int) -> dict[str, torch.Tensor] | None:
+        if self.released:
+            raise UseAfterReleaseError(f"the recurrent state of layer {self.spec.layer} was released")
+        return self.boundaries[boundary] if boundary else None
+
+    def leaves(self, boundary: int) -> dict[str, torch.Tensor] | None:
+        """The state as autograd leaves whose gradient is added, in the accumulation dtype, to this layer's sum."""
+        state = self.at(boundary)
+        if state is None:
+            return None
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in state.items()}
+        for name, leaf in leaves.items():
+            leaf.register_post_accumulate_grad_hook(lambda tensor, name=name: self._collect(name, tensor))
+        return leaves
+
+    def _collect(self, name: str, leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is None:
+            return
+        if name in self._gradient:
+            self._gradient[name].add_(gradient)
+        else:
+            self._gradient[name] = gradient.to(accumulation_dtype(gradient.dtype), copy=True)
+
+    def take_cotangents(self) -> dict[str, torch.Tensor]:
+        """The collected gradients, name -> [1, ...]; collecting starts anew."""
+        gradient, self._gradient = self._gradient, {}
+        return gradient
+
+    @property
+    def has_gradient(self) -> bool:
+        return bool(self._gradient)
+
+    @property
+    def n_bytes(self) -> int:
+        tensors = [t for state in self.boundaries.values() for t in state.values()]
+        return sum(t.nbytes for t in [*tensors, *self._gradient.values()])
+
+    def release(self) -> None:
+        self.boundaries.clear()
+        self._gradient.clear()
+        self.released = True
+
+
+class ResidentState:
+    """Everything that survives of one prefix.
+
+    Args:
+        specs: what each layer keeps.
+        prefix_ids: LongTensor [P - 1], the prompt without its last token.
+        pool: where pages come from; the state opens `owner` there and releases it.
+        device: where pages live.
+    """
+
+    def __init__(
+        self, specs: Sequence[StateSpec], prefix_ids: torch.Tensor, pool: PagePool, owner: str, device: torch.device
+    ):
+        self.prefix_ids = prefix_ids
+        self.pool = pool
+        self.owner = owner
+        self.bounds: list[int] = [0]
+        pool.open(owner)
+        self.paged: dict[StateKey, PagedLayerState] = {
+            spec.key: PagedLayerState(spec, pool, owner, device) for spec in specs if isinstance(spec, PagedSpec)
+        }
+        self.recurrent: dict[StateKey, RecurrentLayerState] = {
+            spec.key: RecurrentLayerState(spec) for spec in specs if isinstance(spec, RecurrentSpec)
+        }
+        self.released = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Prefix tokens captured so far."""
+        return self.bounds[-1]
+
+    @property
+    def _layers(self) -> list[PagedLayerState | RecurrentLayerState]:
+        return [*self.paged.values(), *self.recurrent.values()]
+
+    @property
+    def last_boundary(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward pass has collected gradients that wait for a sweep."""
+        return any(layer.has_gradient for layer in self._layers)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held now: pages, boundary states, accumulators."""
+        return sum(layer.n_bytes for layer in self._layers)
+
+    def append_chunk(self, n_tokens: int, produced: Mapping[StateKey, Tensors], *, keep_boundaries: bool) -> None:
+        """Store what a chunk of `n_tokens` produced."""
+        for key, paged in self.paged.items():
+            paged.append(produced[key])
+        self.bounds.append(self.n_tokens + n_tokens)
+        for key, recurrent in self.recurrent.items():
+            recurrent.put(self.last_boundary, produced[key], keep_earlier=keep_boundaries)
+
+    def drop_accumulators(self) -> None:
+        for paged in self.paged.values():
+            paged.drop_accumulators()
+        for recurrent in self.recurrent.values():
+            recurrent.take_cotangents()
+
+    def release(self) -> None:
+        """Give all pages back. A second call raises `UseAfterReleaseError`."""
+        self.pool.release(self.owner)
+        for recurrent in self.recurrent.values():
+            recurrent.release()
+        self.released = True

@@ -1,0 +1,44 @@
+"""Sweep: the reverse pass over the prefix chunks that turns gradients of the resident state into LoRA gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from .adapter import StateView
+from .bound import BoundModel, progress
+from .state import ResidentState
+
+
+def sweep_prefix(bound: BoundModel, state: ResidentState) -> int:
+    """Back-propagate everything the replays collected through the prefix; returns the tokens swept.
+
+    From the last chunk to the first: forward the chunk again from the state at its opening boundary, then one backward
+    from the rows it produced and its closing state, with the collected gradients as cotangents. That backward adds to
+    the LoRA gradients, to the rows of earlier chunks and to the state at the opening boundary. When a chunk's turn
+    comes, all later readers of its rows have added their part.
+    """
+    with progress(state.n_tokens, "sweep") as advance, torch.enable_grad():
+        for boundary in range(state.last_boundary, 0, -1):
+            _sweep_chunk(bound, state, boundary)
+            advance(state.bounds[boundary] - state.bounds[boundary - 1])
+    state.drop_accumulators()
+    return state.n_tokens
+
+
+def _sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None:
+    start, end = state.bounds[boundary - 1], state.bounds[boundary]
+    cotangents = {key: paged.cotangents(start, end) for key, paged in state.paged.items()}
+    # Taken before the backward below, which collects the gradient of the opening boundary in the same place.
+    cotangents |= {key: recurrent.take_cotangents() for key, recurrent in state.recurrent.items()}
+
+    view = StateView(state, boundary - 1, accumulate=True)
+    produced = bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view).produced
+    roots, gradients = [], []
+    for key, by_name in cotangents.items():
+        for name, cotangent in by_name.items():
+            root = produced[key][name]
+            if root.requires_grad:
+                roots.append(root)
+                gradients.append(cotangent.to(root.dtype))
+    if roots:
+        torch.autograd.backward(roots, gradients)

@@ -1,0 +1,51 @@
+"""Small shared types. Axes in all docstrings: G group members, P prompt tokens, R response tokens, B packed rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+GradientScope = Literal["response", "full"]
+PrefixAdapter = Literal["live", "frozen"]
+StateDevice = Literal["auto", "cuda", "cpu"]
+
+CausalLM = Any
+"""A causal language model, usually a transformers one, PEFT-wrapped or not. `nn.Module` types every attribute as
+`Tensor | Module`, which says less than nothing about configs and methods."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` state are summed: float32, or float64 for float64 state."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class ReplayOutput:
+    """Result of replaying one response.
+
+    Args:
+        logps: float tensor [R], log-probability of every response token, with the graph of this response only.
+        entropy: float tensor [R], entropy (nats) of the distribution that each response token was drawn from.
+    """
+
+    logps: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FinalizeResult:
+    """What one `finalize()` closed.
+
+    Args:
+        n_prefixes: prompts that took part in the update.
+        n_sweeps: how many of them were swept (full scope, something was accumulated).
+        n_swept_tokens: prefix tokens that the sweeps forwarded and back-propagated.
+        reduced_over: names of the process groups over which the gradient was reduced; empty for one process.
+    """
+
+    n_prefixes: int
+    n_sweeps: int
+    n_swept_tokens: int
+    reduced_over: tuple[str, ...] = ()

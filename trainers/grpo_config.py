@@ -1,0 +1,101 @@
+"""Configuration of `LongStrawGRPOTrainer`: TRL's `GRPOConfig` and what LongStraw adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trl import GRPOConfig
+
+from longstraw_sdk.errors import ConfigurationError
+from longstraw_sdk.types import GradientScope, PrefixAdapter, StateDevice
+
+
+@dataclass
+class LongStrawGRPOConfig(GRPOConfig):
+    """TRL's `GRPOConfig` plus nine fields. Options of TRL that cannot work here raise `ConfigurationError`.
+
+    Args:
+        gradient_scope: "full", the gradient of conventional autograd, or "response", which treats the prompt's state
+            as a constant (arXiv 2607.14952).
+        prefix_adapter: "live" or "frozen"; frozen switches LoRA on from the last prompt token only.
+        chunk_tokens: prompt tokens per forward in capture and sweep.
+        page_tokens: rows per page of resident state.
+        state_device: where the resident state lives: "auto", "cuda" or "cpu".
+        replay_tokens: response tokens that one packed replay may hold; unset replays one response at a time.
+        context_parallel_size, expert_parallel_size: ranks that share one prompt, or one set of experts. This release
+            runs on one process: only 1 is accepted.
+        sharding: "auto" or "local".
+    """
+
+    gradient_scope: GradientScope = field(
+        default="full",
+        metadata={
+            "help": "'full': exact gradient through the prompt. 'response': the prompt's state is a constant.",
+        },
+    )
+    prefix_adapter: PrefixAdapter = field(
+        default="live",
+        metadata={
+            "help": "'live': LoRA acts on the prompt. 'frozen': LoRA acts from the last prompt token on.",
+        },
+    )
+    chunk_tokens: int = field(default=8192, metadata={"help": "Prompt tokens per forward in capture and sweep."})
+    page_tokens: int = field(default=4096, metadata={"help": "Tokens per page of resident state."})
+    state_device: StateDevice = field(
+        default="auto",
+        metadata={"help": "Where the resident state lives."},
+    )
+    replay_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Response tokens that one packed replay may hold. Unset: one response at a time."},
+    )
+    context_parallel_size: int = field(default=1, metadata={"help": "Ranks that share one prompt; 1 in this release."})
+    expert_parallel_size: int = field(default=1, metadata={"help": "Ranks that share the experts; 1 in this release."})
+    sharding: Literal["auto", "local"] = field(default="auto", metadata={"help": "Sharding backend."})
+
+    def __post_init__(self) -> None:
+        parallelism = self.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ConfigurationError(
+                "parallelism_config with cp_size or sp_size above 1 splits TRL's padded batch, which GRPO cannot use; "
+                "leave both at 1. Ranks that share one prompt are LongStraw's context_parallel_size"
+            )
+        super().__post_init__()
+        problems = list(self._problems())
+        if problems:
+            raise ConfigurationError("; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        reentrant = bool(
+            self.gradient_checkpointing and (self.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        )
+        checks = {
+            f"context_parallel_size={self.context_parallel_size}: this release runs a prompt on one process, use 1": (
+                self.context_parallel_size != 1
+            ),
+            f"expert_parallel_size={self.expert_parallel_size}: this release keeps all experts on one process, use 1": (
+                self.expert_parallel_size != 1
+            ),
+            f"sharding={self.sharding!r}: this release knows 'auto' and 'local'": self.sharding
+            not in ("auto", "local"),
+            "use_vllm=True: rows are sampled from the resident state; leave it off": self.use_vllm,
+            "use_transformers_continuous_batching=True: rows are sampled from the resident state; leave it off": (
+                self.use_transformers_continuous_batching
+            ),
+            f"cache_implementation={self.cache_implementation!r}: rows decode on the resident state; leave it unset": (
+                self.cache_implementation is not None
+            ),
+            "use_liger_kernel=True replaces model code that replay relies on; leave it off": self.use_liger_kernel,
+            f"router_aux_loss_coef={self.router_aux_loss_coef}: the load-balancing loss needs router logits of the "
+            "whole prompt, which are not kept; set it to 0": bool(self.router_aux_loss_coef),
+            "gradient_checkpointing_kwargs={'use_reentrant': True} loses gradients of the resident state; use False": (
+                reentrant
+            ),
+            "torch_compile=True compiles the stock forward, which replay does not call; leave it off": (
+                self.torch_compile
+            ),
+            "deepspeed: this release runs on one process; leave it unset": bool(self.deepspeed),
+            "fsdp: this release runs on one process; leave it unset": bool(self.fsdp),
+        }
+        return [message for message, found in checks.items() if found]

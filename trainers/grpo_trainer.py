@@ -1,0 +1,416 @@
+"""TRL's `GRPOTrainer` on resident state: one capture per prompt serves sampling, scoring and every replay.
+
+Only the two places where TRL runs the model are replaced: log-probabilities and generation. Losses, advantages,
+metrics, callbacks and checkpoints are TRL's own. The log-probabilities are an autograd function whose forward scores
+without a graph and whose backward, which then knows dL/dlogp of every token, replays each response with one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import ProcessorMixin
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+
+from longstraw_sdk.adapter import ResidentStateAdapter
+from longstraw_sdk.errors import ConfigurationError, InputError, NumericsError
+from longstraw_sdk.lora import AdapterState, adapter_state
+from longstraw_sdk.prefix import Prefix
+from longstraw_sdk.replay import pack_rows
+from longstraw_sdk.session import LongStrawSession
+
+from .grpo_config import LongStrawGRPOConfig
+from .rewards import checked_rewards
+from .rollout_state import load_rollouts, save_rollouts
+from .rows import Row, unpadded
+
+_PrefixKey = tuple[bytes, AdapterState]
+
+
+@dataclass
+class _StepRecord:
+    """What one optimizer step did, beyond the session's running totals."""
+
+    seconds_before: dict[str, float]
+    prompt_tokens_before: int
+    resident_bytes: int = 0
+    stale_age: int = 0
+    rows_not_replayed: int = 0
+
+
+class _ReplayedLogps(torch.autograd.Function):
+    """(log-probs, entropies), both [B, K]: scored in forward, replayed in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, trainer: LongStrawGRPOTrainer, rows: list[Row], shape: torch.Size
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.trainer, ctx.rows = trainer, rows
+        return trainer._score(rows, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.trainer._replay(ctx.rows, *grad_outputs)
+        return None, None, None, None
+
+
+class LongStrawGRPOTrainer(GRPOTrainer):
+    """GRPO on very long prompts, with TRL's constructor and one more argument.
+
+    Args:
+        adapter: how to run the architecture; None picks it by `config.model_type`.
+
+    Everything else is TRL's `GRPOTrainer`; `args` is a `LongStrawGRPOConfig`. The reference for beta > 0 (LoRA off, or
+    TRL's "ref" adapter) is captured once per prompt and generation batch and dropped after its scoring, since prompts
+    rarely come back before memory is needed; under prefix_adapter="frozen" it shares the policy's capture.
+    """
+
+    _tag_names: ClassVar = ["trl", "grpo", "longstraw"]
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+        *,
+        adapter: ResidentStateAdapter | None = None,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else type(model).__name__
+            args = LongStrawGRPOConfig(f"{name.split('/')[-1]}-LongStrawGRPO")
+        if not isinstance(args, LongStrawGRPOConfig):
+            raise ConfigurationError(
+                f"args must be a LongStrawGRPOConfig, got {type(args).__name__}; it takes the same arguments as TRL's "
+                "GRPOConfig"
+            )
+        if args.world_size > 1:
+            raise ConfigurationError(
+                f"{args.world_size} processes are running, but this release trains on one; launch a single process"
+            )
+        if isinstance(processing_class, ProcessorMixin):
+            raise ConfigurationError(
+                f"{type(processing_class).__name__} is a multimodal processor; LongStraw trains text models: pass the "
+                "tokenizer as processing_class and load the model with AutoModelForCausalLM"
+            )
+        super().__init__(
+            model=model,
+            reward_funcs=checked_rewards(reward_funcs),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        if self.aux_loss_enabled:
+            raise ConfigurationError(
+                f"the model's router_aux_loss_coef={self.router_aux_loss_coef} asks for a load-balancing loss over the "
+                "whole prompt, whose router logits are not kept; set router_aux_loss_coef=0 in the config"
+            )
+        self.longstraw = LongStrawSession(
+            self.model,
+            adapter,
+            gradient_scope=args.gradient_scope,
+            prefix_adapter=args.prefix_adapter,
+            chunk_tokens=args.chunk_tokens,
+            page_tokens=args.page_tokens,
+            replay_tokens=args.replay_tokens,
+            temperature=self.temperature,
+            state_device=args.state_device,
+        )
+        self._policy_state = adapter_state(self.model)
+        self._prefixes: dict[_PrefixKey, Prefix] = {}
+        self._captured_at: dict[_PrefixKey, int] = {}
+        self._rows_left: Counter[_PrefixKey] = Counter()
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._complete: list[_PrefixKey] = []
+        self._record = self._new_record()
+
+    # TRL's two uses of the model
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **multimodal,
+    ):
+        given = sorted(name for name, value in multimodal.items() if value is not None)
+        if given or compute_aux_loss:
+            given += ["aux loss"] * compute_aux_loss
+            raise ConfigurationError(f"{', '.join(given)}: LongStraw replays text; use TRL's GRPOTrainer for these")
+        rows = unpadded(input_ids, attention_mask, logits_to_keep)
+        shape = input_ids[:, -logits_to_keep:].shape
+        if torch.is_grad_enabled():
+            logps, entropies = _ReplayedLogps.apply(self._anchor, self, rows, shape)
+        else:
+            logps, entropies = self._score(rows, shape)
+            self._drop_references()
+        return logps, entropies if compute_entropy else None, None
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        if images is not None or multimodal_fields:
+            raise ConfigurationError("the dataset holds images; LongStraw trains text models: drop the column")
+        self._check_prompt_lengths(prompt_ids)
+        device = self.accelerator.device
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, ids in enumerate(prompt_ids):
+            groups.setdefault(tuple(ids), []).append(i)
+        completions: list[list[int]] = [[] for _ in prompt_ids]
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ),
+            torch.no_grad(),
+            self.accelerator.autocast(),
+        ):
+            for ids, members in groups.items():
+                prefix = self._prefix(torch.tensor(ids, device=device))
+                for i, row in zip(members, prefix.generate(len(members), self.generation_config), strict=True):
+                    completions[i] = row.tolist()
+        return completions, None
+
+    def _generate(self, prompts):
+        output = super()._generate(prompts)
+        # Tool calls sample from prompts that grow turn by turn; only the final ones are trained on.
+        wanted = {_key_of(torch.tensor(ids)) for ids in output[0]}
+        for key in [key for key in self._prefixes if key[0] not in wanted]:
+            self._drop(key)
+        return output
+
+    # Scoring and replay
+
+    def _score(self, rows: list[Row], shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.accelerator.device
+        logps = torch.zeros(shape, device=device)
+        entropies = torch.zeros(shape, device=device)
+        with torch.no_grad(), self.accelerator.autocast():
+            for prefix, members in self._by_prefix(rows):
+                for row, out in zip(members, prefix.score_with_entropy([r.response for r in members]), strict=True):
+                    logps, entropies = logps.to(out.logps.dtype), entropies.to(out.logps.dtype)
+                    logps[row.index, row.columns] = out.logps
+                    entropies[row.index, row.columns] = out.entropy
+        return logps, entropies
+
+    def _replay(self, rows: list[Row], d_logps: torch.Tensor, d_entropies: torch.Tensor) -> None:
+        """Add the gradient of every row whose cotangent is not zero: others cannot contribute."""
+        for row in rows:
+            if not bool(d_logps[row.index].isfinite().all() and d_entropies[row.index].isfinite().all()):
+                raise NumericsError(
+                    f"the loss has a NaN or infinite gradient at row {row.index} of the micro-batch (response of "
+                    f"{len(row.response)} tokens); no replay was run. Check rewards, old log-probs and the loss options"
+                )
+        active = [r for r in rows if bool(d_logps[r.index].any() or d_entropies[r.index].any())]
+        self._record.rows_not_replayed += len(rows) - len(active)
+        stats = self.longstraw.stats
+        with torch.enable_grad():
+            for prefix, members in self._by_prefix(active):
+                for pack in pack_rows([len(r.response) for r in members], self.args.replay_tokens):
+                    packed = [members[i] for i in pack]
+                    with self.accelerator.autocast():
+                        outs = prefix.replay_packed([r.response for r in packed])
+                    roots, cotangents = [], []
+                    for row, out in zip(packed, outs, strict=True):
+                        for root, cotangent in ((out.logps, d_logps), (out.entropy, d_entropies)):
+                            roots.append(root)
+                            cotangents.append(cotangent[row.index, row.columns].to(root.dtype))
+                    with stats.timed("backward", prefix.prompt_ids.device):
+                        torch.autograd.backward(roots, cotangents)
+        self._count_rows(rows)
+
+    def _by_prefix(self, rows: Sequence[Row]) -> list[tuple[Prefix, list[Row]]]:
+        groups: dict[_PrefixKey, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(self._key(row.prompt), []).append(row)
+        return [(self._prefix(members[0].prompt), members) for members in groups.values()]
+
+    # Captures: who is resident, and until when
+
+    def _key(self, prompt: torch.Tensor) -> _PrefixKey:
+        frozen = self.longstraw.prefix_adapter == "frozen"
+        return (_key_of(prompt), () if frozen else adapter_state(self.model))
+
+    def _prefix(self, prompt: torch.Tensor) -> Prefix:
+        key = self._key(prompt)
+        prefix = self._prefixes.get(key)
+        if prefix is not None and prefix.stale:
+            self._drop(key)
+            prefix = None
+        if prefix is None:
+            prefix = self._prefixes[key] = self.longstraw.capture(prompt)
+            self._captured_at[key] = self.state.global_step
+        record = self._record
+        record.resident_bytes = max(record.resident_bytes, sum(p.n_bytes for p in self._prefixes.values()))
+        record.stale_age = max(record.stale_age, self.state.global_step - self._captured_at[key])
+        return prefix
+
+    def _drop(self, key: _PrefixKey) -> None:
+        self._prefixes.pop(key).release()
+        self._captured_at.pop(key)
+
+    def _drop_references(self) -> None:
+        """A reference capture has served once its scores are there."""
+        if self.longstraw.prefix_adapter == "live":
+            for key in [key for key in self._prefixes if key[1] != self._policy_state]:
+                self._drop(key)
+
+    def _drop_all(self) -> None:
+        for key in list(self._prefixes):
+            self._drop(key)
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            masks = output["prompt_mask"].bool()
+            self._rows_left = Counter(
+                self._key(ids[mask]) for ids, mask in zip(output["prompt_ids"], masks, strict=True)
+            )
+        return output
+
+    def _count_rows(self, rows: Sequence[Row]) -> None:
+        """Sweep and release a prompt as soon as the last row of its group has been replayed.
+
+        TRL shuffles a group over the micro-batches of an accumulation window, so this may be several calls away.
+        """
+        for key, n in Counter(self._key(row.prompt) for row in rows).items():
+            self._rows_left[key] -= n
+            prefix = self._prefixes.get(key)
+            if self._rows_left[key] <= 0 and prefix is not None and self.longstraw.prefix_adapter == "live":
+                self._complete.append(key)
+
+    # The update
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        start = time.perf_counter()
+        with self.accelerator.autocast():
+            for key in self._complete:
+                if key in self._prefixes:
+                    self._prefixes[key].sweep()
+                    self._drop(key)
+            self._complete.clear()
+            if self.accelerator.sync_gradients:
+                self._close_update()
+        elapsed = time.perf_counter() - start  # TRL took its step time inside super()
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"][-1] += elapsed
+        else:
+            self._current_train_step_time += elapsed
+        return loss
+
+    def _close_update(self) -> None:
+        self.longstraw.finalize()
+        if self.longstraw.prefix_adapter == "live":
+            self._drop_all()  # the optimizer step that follows makes them stale
+        self._log_step_metrics()
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._drop_all()
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._drop_all()
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            generate_every = self.args.steps_per_generation * self.num_iterations
+            unfinished = self._buffered_inputs if self._step % generate_every else None
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            save_rollouts(folder, self._step, unfinished or [])
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        saved = load_rollouts(Path(checkpoint), self.accelerator.device) if checkpoint is not None else None
+        if saved is not None:
+            self._step, batches = saved
+            self._buffered_inputs = batches or None
+
+    # Metrics and the model card
+
+    def _new_record(self) -> _StepRecord:
+        stats = self.longstraw.stats
+        return _StepRecord(dict(stats.seconds), stats.captured_tokens + stats.swept_tokens)
+
+    def _log_step_metrics(self) -> None:
+        stats, record = self.longstraw.stats, self._record
+        spent = {phase: total - record.seconds_before.get(phase, 0.0) for phase, total in stats.seconds.items()}
+        values = {
+            "capture_seconds": spent.get("capture", 0.0),
+            "sample_seconds": spent.get("sample", 0.0),
+            "score_seconds": spent.get("score", 0.0),
+            "replay_seconds": spent.get("replay", 0.0) + spent.get("backward", 0.0),
+            "sweep_seconds": spent.get("sweep", 0.0),
+            "resident_bytes": record.resident_bytes,
+            "prompt_tokens_forwarded": stats.captured_tokens + stats.swept_tokens - record.prompt_tokens_before,
+            "stale_age": record.stale_age,
+            "rows_not_replayed": record.rows_not_replayed,
+            "gradient_scope_full": float(self.longstraw.gradient_scope == "full"),
+        }
+        for name, value in values.items():
+            self._metrics["train"][f"longstraw/{name}"].append(value)
+        self._record = self._new_record()
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        scope = f"longstraw-gradient-scope-{self.longstraw.gradient_scope}"
+        prefix = f"longstraw-prefix-adapter-{self.longstraw.prefix_adapter}"
+        given = [tags] if isinstance(tags, str) else list(tags or [])
+        super().create_model_card(model_name, dataset_name, [*given, scope, prefix])
+
+    # Checks
+
+    def _check_prompt_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        limit = self.longstraw.bound.max_positions
+        for i, ids in enumerate(prompt_ids):
+            if not len(ids):
+                raise InputError(f"sample {i} of the generation batch has an empty prompt; remove it from the dataset")
+            if limit is not None and len(ids) + self.max_completion_length > limit:
+                start = self._tokenizer.decode(list(ids[:16]))
+                raise InputError(
+                    f"sample {i} of the generation batch (prompt of {len(ids)} tokens, starting {start!r}) and "
+                    f"max_completion_length={self.max_completion_length} pass the model's max_position_embeddings="
+                    f"{limit}; nothing is truncated: remove the sample, or configure longer positions"
+                )
+
+
+def _key_of(prompt: torch.Tensor) -> bytes:
+    return prompt.cpu().numpy().tobytes()
