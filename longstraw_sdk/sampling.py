@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ def generate_rows(
             f"{', '.join(found)} cannot be used here: `n_rows` rows decode independently on the resident cache and "
             "come back as tensors; leave it unset"
         )
+    config = copy.deepcopy(config)
+    config.use_cache = True  # unset would mean the model's own default, which trainers switch off
     cache = bound.adapter.generation_cache(bound.base, StateView(state, state.last_boundary, n_rows=n_rows))
     from .hf.attention import resident_forward
 
@@ -55,7 +58,6 @@ def generate_rows(
             attention_mask=torch.ones(n_rows, len(prompt_ids), dtype=torch.long, device=prompt_ids.device),
             cache=cache,
             generation_config=config,
-            use_cache=True,  # trainers switch it off in the model's configs
         )
     eos = config.eos_token_id
     eos_ids = torch.tensor([] if eos is None else eos, dtype=torch.long, device=out.device).reshape(-1)

@@ -88,3 +88,4 @@ def _quiet() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -85,12 +85,10 @@ def _reward_curve(result: DemoResult) -> Figure:
     for value, name in ((result.mean_reward_before, "before"), (result.mean_reward_after, "after")):
         axes.axhline(value, color=_INK, linewidth=1, linestyle=":")
         axes.annotate(
-            f"held-out {name}: {value:.2f}",
+            f" held-out\n {name}: {value:.2f}",
             (1.0, value),
             xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
-            textcoords="offset points",
-            ha="right",
+            va="center",
             fontsize=9,
             color=_INK,
         )
@@ -108,7 +106,7 @@ def _memory(result: DemoResult) -> Figure:
     ):
         _memory_panel(axes, trace, name, color)
     left.set_ylabel("live tensor bytes (MiB, log scale)")
-    left.set_ylim(1, 2 * max(result.memory.peak_bytes, result.trl_memory.peak_bytes) / 2**20)
+    left.set_ylim(1, 4 * max(result.memory.peak_bytes, result.trl_memory.peak_bytes) / 2**20)
     return figure
 
 

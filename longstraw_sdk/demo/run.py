@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,19 +30,26 @@ GROUP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Sizes of a demo run. `n_compare_steps` optimizer steps are repeated with TRL's own trainer."""
+    """Sizes of a demo run. `n_compare_steps` optimizer steps are repeated with TRL's own trainer.
+
+    `n_steps` and `learning_rate` are the tested ones of each model if None.
+    """
 
     model: DemoModel = "qwen36"
     seed: int = 0
-    n_steps: int = 24
-    prompts_per_step: int = 3
+    n_steps: int | None = None
+    prompts_per_step: int = 4
     n_held_out: int = 32
     n_compare_steps: int = 2
-    learning_rate: float = 3e-3
+    learning_rate: float | None = None
     lora_rank: int = 8
     max_completion_tokens: int = 4
     chunk_tokens: int = 1024
     page_tokens: int = 1024
+
+
+_TESTED_STEPS = {"qwen36": 28, "dense": 36}
+_TESTED_LEARNING_RATE = {"qwen36": 4e-3, "dense": 5e-3}
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,9 @@ def run_demo(config: DemoConfig, output_dir: Path, progress: Progress) -> DemoRe
     builders = {"qwen36": tiny_qwen36, "dense": tiny_dense}
     if config.model not in builders:
         raise ConfigurationError(f"model {config.model!r} is not known; allowed: {', '.join(builders)}")
+    n_steps = _TESTED_STEPS[config.model] if config.n_steps is None else config.n_steps
+    rate = _TESTED_LEARNING_RATE[config.model] if config.learning_rate is None else config.learning_rate
+    config = replace(config, n_steps=n_steps, learning_rate=rate)
     output_dir.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
     tokenizer = byte_tokenizer()
@@ -111,10 +121,10 @@ def run_demo(config: DemoConfig, output_dir: Path, progress: Progress) -> DemoRe
     base.save_pretrained(output_dir / "base_model")
     tokenizer.save_pretrained(output_dir / "base_model")
 
-    train_set = needle_dataset("train", config.n_steps * config.prompts_per_step, config.seed)
+    train_set = needle_dataset("train", n_steps * config.prompts_per_step, config.seed)
     held_out = needle_dataset("held_out", config.n_held_out, config.seed)
     runs = _Trainers(config, output_dir, tokenizer, train_set)
-    ours = runs.longstraw(copy.deepcopy(base), config.n_steps, progress)
+    ours = runs.longstraw(copy.deepcopy(base), n_steps, progress)
     with clock.part("evaluation before"):
         before = _held_out_reward(ours.longstraw, tokenizer, held_out, config, progress, "held-out before")
     stats = ours.longstraw.stats
@@ -167,7 +177,7 @@ class _Trainers:
     def __init__(self, config: DemoConfig, output_dir: Path, tokenizer: Any, train_set: Any):
         self.config, self.output_dir, self.tokenizer, self.train_set = config, output_dir, tokenizer, train_set
 
-    def longstraw(self, base: CausalLM, n_steps: int, progress: Progress | None, reward: Reward = needle_reward) -> Any:
+    def longstraw(self, base: CausalLM, n_steps: int, progress: Progress | None, reward: Reward | None = None) -> Any:
         from ..trainers import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
         config = self.config
@@ -176,19 +186,21 @@ class _Trainers:
         )
         return self._make(LongStrawGRPOTrainer, args, base, reward, progress, "GRPO")
 
-    def trl(self, base: CausalLM, n_steps: int, progress: Progress | None, reward: Reward = needle_reward) -> Any:
+    def trl(self, base: CausalLM, n_steps: int, progress: Progress | None, reward: Reward | None = None) -> Any:
         from trl import GRPOConfig, GRPOTrainer
 
         return self._make(GRPOTrainer, GRPOConfig(**self._options(n_steps)), base, reward, progress, "TRL comparison")
 
-    def _make(self, cls: Any, args: Any, base: CausalLM, reward: Reward, progress: Progress | None, part: str) -> Any:
+    def _make(
+        self, cls: Any, args: Any, base: CausalLM, reward: Reward | None, progress: Progress | None, part: str
+    ) -> Any:
         from transformers import PrinterCallback
 
         from .progress import progress_callback
 
         trainer = cls(
             base,
-            reward_funcs=reward,
+            reward_funcs=reward or needle_reward,
             args=args,
             train_dataset=self.train_set,
             processing_class=self.tokenizer,

@@ -73,7 +73,7 @@ class TransformersAdapter(ResidentStateAdapter):
                 cache=cache,
                 use_cache=False,
             )
-        return DecoderOutput(out.last_hidden_state, cache.produced())
+        return DecoderOutput(out.last_hidden_state, cache.take_produced())
 
     def generation_cache(self, model: CausalLM, view: StateView) -> GenerationCache:
         return GenerationCache(view, model.config.num_hidden_layers)

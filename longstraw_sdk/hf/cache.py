@@ -31,6 +31,7 @@ class _PagedLayer(CacheLayerMixin):
         self.pages = pages
         self.keep_rows = keep_rows
         self.produced: dict[str, torch.Tensor] = {}
+        self.sealed = False
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -46,7 +47,8 @@ class _PagedLayer(CacheLayerMixin):
                 "function; this architecture needs an adapter of its own"
             )
         kwargs[PAGE_KWARG] = self.pages
-        self.produced = {"k": key_states, "v": value_states}
+        if not self.sealed:
+            self.produced = {"k": key_states, "v": value_states}
         if self.keep_rows:
             if self.keys is not None and self.values is not None:
                 key_states = torch.cat([self.keys, key_states], 2)
@@ -76,6 +78,7 @@ class _RecurrentLayer(LinearAttentionLayer):
         self.record_past = True
         self.keep_rows = keep_rows
         self.produced: dict[str, torch.Tensor] = {}
+        self.sealed = False
         self._start_from(state)
 
     def _start_from(self, state: dict[str, torch.Tensor] | None) -> None:
@@ -93,19 +96,21 @@ class _RecurrentLayer(LinearAttentionLayer):
             assert conv_kernel_size is not None, "the first update names the kernel size"
             tail = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size - 1)
         full = torch.cat([tail, conv_states], -1)
-        self.produced["conv"] = full[..., full.shape[-1] - tail.shape[-1] :]
+        if not self.sealed:
+            # A copy: the slice alone would keep the whole concatenation alive, one per layer.
+            self.produced["conv"] = full[..., full.shape[-1] - tail.shape[-1] :].clone()
         return full
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        self.produced["recurrent"] = recurrent_states
+        if not self.sealed:
+            self.produced["recurrent"] = recurrent_states
         if self.keep_rows:
-            # A copy: the tail is a slice of the concatenation, which a decode of many tokens would keep alive.
-            self._start_from({name: tensor.clone() for name, tensor in self.produced.items()})
+            self._start_from(dict(self.produced))
         return recurrent_states
 
 
 class ResidentCache(Cache):
-    """Shows `view` to one functional forward; `produced()` returns the new state with its graph."""
+    """Shows `view` to one functional forward; `take_produced()` returns the new state with its graph."""
 
     is_compileable = False
     keep_rows = False
@@ -127,8 +132,17 @@ class ResidentCache(Cache):
                 layers.append(_RecurrentLayer(state, keep_rows=self.keep_rows))
         super().__init__(layers=layers)
 
-    def produced(self) -> dict[StateKey, dict[str, torch.Tensor]]:
-        return {key: layer.produced for key, layer in zip(self._layer_keys, self.layers, strict=True)}
+    def take_produced(self) -> dict[StateKey, dict[str, torch.Tensor]]:
+        """What the forward produced. The cache keeps nothing of it, now or later.
+
+        A checkpointed layer updates the cache again when it recomputes. Keeping what it then produces would keep the
+        recomputed graph of every layer alive to the end of the backward pass (36 GiB for a chunk of 4,096 tokens at
+        the Qwen3.6-27B geometry).
+        """
+        taken = {key: layer.produced for key, layer in zip(self._layer_keys, self.layers, strict=True)}
+        for layer in self.layers:
+            layer.produced, layer.sealed = {}, True
+        return taken
 
 
 class GenerationCache(ResidentCache):
