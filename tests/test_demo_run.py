@@ -51,10 +51,9 @@ def test_unknown_model_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("model", ["qwen36", "dense"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_whole_demo_learns(tmp_path, model, seed):
-    result = run_demo(DemoConfig(model=model, seed=seed, n_compare_steps=2), tmp_path, ignore)
+def test_whole_demo_learns(tmp_path, seed):
+    result = run_demo(DemoConfig(seed=seed), tmp_path, ignore)
     assert result.mean_reward_before < 0.4
     assert result.mean_reward_after > 0.9
     assert result.trl_reward_curve == result.reward_curve[:2]

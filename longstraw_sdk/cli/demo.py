@@ -23,7 +23,8 @@ def demo(
         "longstraw-demo"
     ),
     model: Annotated[
-        DemoModelName, typer.Option(help="qwen36: Gated DeltaNet and attention layers. dense: attention only.")
+        DemoModelName,
+        typer.Option(help="qwen36: Gated DeltaNet and attention layers. dense: attention only, learns less reliably."),
     ] = DemoModelName.qwen36,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and sampling.")] = 0,
     steps: Annotated[
