@@ -119,6 +119,11 @@ class LongStrawSession:
         return self._core.stats
 
     @property
+    def has_open_update(self) -> bool:
+        """Whether anything was captured or replayed since the last `finalize()`."""
+        return self._core.update_is_open
+
+    @property
     def pool(self) -> PagePool:
         return self._core.pool
 

@@ -228,6 +228,16 @@ def test_nan_rewards_raise_and_name_the_function_and_completion(tmp_path, bad):
     assert trainer.longstraw.pool.live_bytes == 0
 
 
+def test_async_reward_objects_are_awaited_and_checked(tmp_path):
+    class Judge:
+        async def __call__(self, completions, **kwargs):
+            return [float("nan") if i == 2 else 1.0 for i in range(len(completions))]
+
+    trainer = trl_setup.our_trainer(tmp_path, reward=Judge(), max_steps=1)
+    with pytest.raises(InputError, match=r"Judge returned nan for completion 2"):
+        trainer.train()
+
+
 def test_a_reward_of_none_stays_trls_missing_reward(tmp_path):
     def partial_reward(completions, **kwargs):
         return [None, 1.0, 2.0, 3.0]
@@ -289,6 +299,20 @@ def test_an_all_masked_batch_is_a_no_op(tmp_path):
     assert logps.abs().sum() == 0
     (logps.sum() + entropies.sum()).backward()
     assert trainer.longstraw.stats.captured_tokens == 0
+
+
+def test_a_window_of_masked_rows_steps_with_a_zero_gradient(tmp_path):
+    """With `mask_truncated_completions` and rollouts reused over several steps, a whole window can be masked."""
+    trainer = trl_setup.our_trainer(
+        tmp_path, mask_truncated_completions=True, steps_per_generation=2, gradient_accumulation_steps=1, max_steps=2
+    )
+    generate = trainer._generate_single_turn
+    trainer._generate_single_turn = lambda *a, **k: ([[5] * len(ids) for ids in generate(*a, **k)[0]], None)
+    before = trl_setup.lora(trainer.model).clone()
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.longstraw.stats.replayed_tokens == 0
+    assert torch.equal(trl_setup.lora(trainer.model), before)
 
 
 def test_multimodal_inputs_are_refused(tmp_path):

@@ -331,7 +331,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         return loss
 
     def _close_update(self) -> None:
-        self.longstraw.finalize()
+        if self.longstraw.has_open_update:  # a window whose rows are all masked touches no prompt
+            self.longstraw.finalize()
         if self.longstraw.prefix_adapter == "live":
             self._drop_all()  # the optimizer step that follows makes them stale
         self._log_step_metrics()

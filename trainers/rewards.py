@@ -33,7 +33,7 @@ def _checked_reward(function: Callable[..., Any]) -> Callable[..., Any]:
                 )
         return rewards
 
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
 
         @functools.wraps(function)
         async def checked_async(*args: Any, **kwargs: Any) -> Any:
