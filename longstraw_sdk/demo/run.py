@@ -19,6 +19,7 @@ from ..evidence.memory import MemoryTrace, trace_memory
 from ..session import LongStrawSession
 from ..types import CausalLM
 from .model import tiny_dense, tiny_qwen36
+from .progress import progress_callback
 from .task import needle_dataset, needle_reward
 from .text import load_prose
 from .tokenizer import byte_tokenizer
@@ -49,7 +50,7 @@ class DemoConfig:
 
 
 _TESTED_STEPS = {"qwen36": 28, "dense": 36}
-_TESTED_LEARNING_RATE = {"qwen36": 4e-3, "dense": 5e-3}
+_TESTED_LEARNING_RATE = {"qwen36": 5e-3, "dense": 5e-3}
 
 
 @dataclass(frozen=True)
@@ -182,21 +183,19 @@ class _Trainers:
 
         config = self.config
         args = LongStrawGRPOConfig(
-            **self._options(n_steps), chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, replay_tokens=64
+            **self._options(), chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, replay_tokens=64
         )
-        return self._make(LongStrawGRPOTrainer, args, base, reward, progress, "GRPO")
+        callbacks = [progress_callback(progress, "GRPO", n_steps)] if progress else None
+        return self._make(LongStrawGRPOTrainer, args, base, reward, callbacks)
 
     def trl(self, base: CausalLM, n_steps: int, progress: Progress | None, reward: Reward | None = None) -> Any:
         from trl import GRPOConfig, GRPOTrainer
 
-        return self._make(GRPOTrainer, GRPOConfig(**self._options(n_steps)), base, reward, progress, "TRL comparison")
+        callbacks = [progress_callback(progress, "TRL comparison", n_steps)] if progress else None
+        return self._make(GRPOTrainer, GRPOConfig(**self._options()), base, reward, callbacks)
 
-    def _make(
-        self, cls: Any, args: Any, base: CausalLM, reward: Reward | None, progress: Progress | None, part: str
-    ) -> Any:
+    def _make(self, cls: Any, args: Any, base: CausalLM, reward: Reward | None, callbacks: list[Any] | None) -> Any:
         from transformers import PrinterCallback
-
-        from .progress import progress_callback
 
         trainer = cls(
             base,
@@ -205,12 +204,12 @@ class _Trainers:
             train_dataset=self.train_set,
             processing_class=self.tokenizer,
             peft_config=adapter_for(base).lora_config(r=self.config.lora_rank),
-            callbacks=[progress_callback(progress, part)] if progress else None,
+            callbacks=callbacks,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def _options(self, n_steps: int) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         config = self.config
         return {
             "output_dir": str(self.output_dir / "trainer"),
@@ -223,8 +222,8 @@ class _Trainers:
             "steps_per_generation": 1,
             "max_completion_length": config.max_completion_tokens,
             "learning_rate": config.learning_rate,
-            "lr_scheduler_type": "constant",
-            "max_steps": n_steps,
+            "lr_scheduler_type": "cosine",
+            "max_steps": config.n_steps,
             "logging_steps": 1,
             "save_strategy": "no",
             "report_to": "none",
