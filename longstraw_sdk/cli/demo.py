@@ -28,7 +28,7 @@ def demo(
     ] = DemoModelName.qwen36,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and sampling.")] = 0,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="GRPO optimizer steps; unset runs the tested number.")
+        int | None, typer.Option(min=1, help="GRPO optimizer steps; unset: 28 for qwen36, 36 for dense.")
     ] = None,
     compare_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps repeated with TRL's own trainer, several times slower; 0 for none.")

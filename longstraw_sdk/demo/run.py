@@ -33,7 +33,7 @@ GROUP = 8
 class DemoConfig:
     """Sizes of a demo run. `n_compare_steps` optimizer steps are repeated with TRL's own trainer.
 
-    `n_steps` and `learning_rate` are the tested ones of each model if None.
+    `n_steps` is `DEFAULT_STEPS` of the model if None.
     """
 
     model: DemoModel = "qwen36"
@@ -42,15 +42,14 @@ class DemoConfig:
     prompts_per_step: int = 4
     n_held_out: int = 32
     n_compare_steps: int = 2
-    learning_rate: float | None = None
+    learning_rate: float = 5e-3
     lora_rank: int = 8
     max_completion_tokens: int = 4
     chunk_tokens: int = 1024
     page_tokens: int = 1024
 
 
-_TESTED_STEPS = {"qwen36": 28, "dense": 36}
-_TESTED_LEARNING_RATE = {"qwen36": 5e-3, "dense": 5e-3}
+DEFAULT_STEPS = {"qwen36": 28, "dense": 36}
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,8 @@ def run_demo(config: DemoConfig, output_dir: Path, progress: Progress) -> DemoRe
     builders = {"qwen36": tiny_qwen36, "dense": tiny_dense}
     if config.model not in builders:
         raise ConfigurationError(f"model {config.model!r} is not known; allowed: {', '.join(builders)}")
-    n_steps = _TESTED_STEPS[config.model] if config.n_steps is None else config.n_steps
-    rate = _TESTED_LEARNING_RATE[config.model] if config.learning_rate is None else config.learning_rate
-    config = replace(config, n_steps=n_steps, learning_rate=rate)
+    n_steps = DEFAULT_STEPS[config.model] if config.n_steps is None else config.n_steps
+    config = replace(config, n_steps=n_steps)
     output_dir.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
     tokenizer = byte_tokenizer()
