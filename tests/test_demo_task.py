@@ -71,7 +71,7 @@ def test_reward_is_exact_match():
 
 @pytest.mark.parametrize("build", [tiny_qwen36, tiny_dense])
 def test_models_are_deterministic_and_warm_up_is_too(tokenizer, build):
-    stages = (WarmUpStage(n_tokens=160, demonstrator=1.0, learning_rate=1e-3, max_steps=2),)
+    stages = (WarmUpStage(n_tokens=160, n_documents=2, n_steps=2, learning_rate=1e-3, muon_learning_rate=1e-2),)
     states = []
     for _ in range(2):
         model = build(tokenizer, seed=5)

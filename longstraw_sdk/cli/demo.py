@@ -24,12 +24,10 @@ def demo(
     ),
     model: Annotated[
         DemoModelName,
-        typer.Option(help="qwen36: Gated DeltaNet and attention layers. dense: attention only, learns less reliably."),
+        typer.Option(help="qwen36: a Gated DeltaNet and an attention layer. dense: attention layers only."),
     ] = DemoModelName.qwen36,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and sampling.")] = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="GRPO optimizer steps; unset: 28 for qwen36, 36 for dense.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="GRPO optimizer steps, 44 if unset.")] = None,
     compare_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps repeated with TRL's own trainer, several times slower; 0 for none.")
     ] = None,

@@ -1,9 +1,13 @@
 """Two tiny models with the architectures of their large namesakes, initialised from a seed."""
 
 import torch
-from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
-
-from longstraw_sdk.types import CausalLM
+from transformers import (
+    PreTrainedTokenizerBase,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 MAX_POSITIONS = 8192
 INITIALIZER_RANGE = 0.08  # 0.02 suits thousands of channels; at 64 it roughly doubles the warm-up
@@ -17,12 +21,13 @@ than the 4,096 tokens that a single found token competes with."""
 
 
 def tiny_qwen36(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen3_5ForCausalLM:
-    """Hybrid model in float32: three gated-delta-net layers, then one full-attention layer with partial rotary."""
+    """Hybrid model in float32: a gated-delta-net layer, then a full-attention layer with partial rotary."""
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=HEAD_DIM,
@@ -44,38 +49,36 @@ def tiny_qwen36(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen3_5For
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
-    model = _sharpened(Qwen3_5ForCausalLM(config).float(), gain=NORM_GAIN - 1)  # its norms multiply by 1 + weight
-    for layer in model.model.layers:
-        if layer.block_type == "linear_attention":
-            layer.linear_attn.A_log.data.zero_()
-            layer.linear_attn.dt_bias.data.copy_(torch.log(torch.expm1(1.0 / torch.tensor(GDN_MEMORY_TOKENS))))
+    model = Qwen3_5ForCausalLM(config).float()
+    model.model.layers[0].linear_attn.A_log.data.zero_()
+    model.model.layers[0].linear_attn.dt_bias.data.copy_(torch.log(torch.expm1(1.0 / torch.tensor(GDN_MEMORY_TOKENS))))
+    attention = model.model.layers[1].self_attn
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.data.fill_(NORM_GAIN - 1)  # these norms multiply by 1 + weight
     return model
 
 
-def tiny_dense(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Qwen3ForCausalLM:
-    """Dense model in float32: three full-attention layers with full rotary."""
-    config = Qwen3Config(
+def tiny_dense(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> SmolLM3ForCausalLM:
+    """Dense model in float32: an attention layer without and one with rotary embedding, as SmolLM3 mixes them.
+
+    With rotary embedding in both, what was learnt in short documents did not hold in long ones.
+    """
+    config = SmolLM3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
+        no_rope_layers=[0, 1],  # 0 is a layer without, whatever the name suggests
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=HEAD_DIM,
         initializer_range=INITIALIZER_RANGE,
         max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e9},
         tie_word_embeddings=False,
         attention_dropout=0.0,
+        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
-    return _sharpened(Qwen3ForCausalLM(config).float(), gain=NORM_GAIN)
-
-
-def _sharpened(model: CausalLM, gain: float) -> CausalLM:
-    for name, parameter in model.named_parameters():
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.data.fill_(gain)
-    return model
+    return SmolLM3ForCausalLM(config).float()

@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from ..evidence.memory import MemoryTrace
-from .run import GROUP, DemoResult
+from .run import GROUP, N_ANSWERS, DemoResult
+from .task import ANSWERS
+from .warmup import STAGES
 
 _OURS, _THEIRS, _INK, _GRID = "#1b6ca8", "#d1603d", "#333333", "#dddddd"
 
@@ -38,6 +40,9 @@ def write_report(result: DemoResult, output_dir: Path) -> Path:
             result=result,
             config=result.config,
             group=GROUP,
+            n_answers=len(ANSWERS),
+            n_answers_each=N_ANSWERS,
+            stages=STAGES,
             pictures=encoded,
             versions={
                 name: metadata.version(name) for name in ("longstraw-sdk", "torch", "transformers", "trl", "peft")

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,29 +27,24 @@ from .warmup import warm_up
 
 DemoModel = Literal["qwen36", "dense"]
 GROUP = 8
+N_ANSWERS = 8  # per held-out prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Sizes of a demo run. `n_compare_steps` optimizer steps are repeated with TRL's own trainer.
-
-    `n_steps` is `DEFAULT_STEPS` of the model if None.
-    """
+    """Sizes of a demo run. `n_compare_steps` optimizer steps are repeated with TRL's own trainer."""
 
     model: DemoModel = "qwen36"
     seed: int = 0
-    n_steps: int | None = None
+    n_steps: int = 44
     prompts_per_step: int = 4
     n_held_out: int = 32
     n_compare_steps: int = 2
-    learning_rate: float = 5e-3
+    learning_rate: float = 4e-3
     lora_rank: int = 8
     max_completion_tokens: int = 4
     chunk_tokens: int = 1024
     page_tokens: int = 1024
-
-
-DEFAULT_STEPS = {"qwen36": 28, "dense": 36}
 
 
 @dataclass(frozen=True)
@@ -106,8 +101,6 @@ def run_demo(config: DemoConfig, output_dir: Path, progress: Progress) -> DemoRe
     builders = {"qwen36": tiny_qwen36, "dense": tiny_dense}
     if config.model not in builders:
         raise ConfigurationError(f"model {config.model!r} is not known; allowed: {', '.join(builders)}")
-    n_steps = DEFAULT_STEPS[config.model] if config.n_steps is None else config.n_steps
-    config = replace(config, n_steps=n_steps)
     output_dir.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
     tokenizer = byte_tokenizer()
@@ -120,10 +113,10 @@ def run_demo(config: DemoConfig, output_dir: Path, progress: Progress) -> DemoRe
     base.save_pretrained(output_dir / "base_model")
     tokenizer.save_pretrained(output_dir / "base_model")
 
-    train_set = needle_dataset("train", n_steps * config.prompts_per_step, config.seed)
+    train_set = needle_dataset("train", config.n_steps * config.prompts_per_step, config.seed)
     held_out = needle_dataset("held_out", config.n_held_out, config.seed)
     runs = _Trainers(config, output_dir, tokenizer, train_set)
-    ours = runs.longstraw(copy.deepcopy(base), n_steps, progress)
+    ours = runs.longstraw(copy.deepcopy(base), config.n_steps, progress)
     with clock.part("evaluation before"):
         before = _held_out_reward(ours.longstraw, tokenizer, held_out, config, progress, "held-out before")
     stats = ours.longstraw.stats
@@ -232,8 +225,8 @@ class _Trainers:
 def _held_out_reward(
     session: LongStrawSession, tokenizer: Any, held_out: Any, config: DemoConfig, progress: Progress, part: str
 ) -> float:
-    """Mean reward of four answers per held-out prompt, sampled at temperature 1 from the resident state."""
-    total, n_answers = 0.0, 4
+    """Mean reward of `N_ANSWERS` answers per held-out prompt, sampled at temperature 1 from the resident state."""
+    total, n_answers = 0.0, N_ANSWERS
     for i, (text, answer) in enumerate(zip(held_out["prompt"], held_out["answer"], strict=True)):
         prompt = torch.tensor(tokenizer(text)["input_ids"])
         with torch.no_grad(), session.capture(prompt) as prefix:

@@ -14,7 +14,7 @@ from longstraw_sdk.demo.text import load_prose
 
 FACT = "\n\nThe magic letter is {answer}.\n\n"
 CUE = "\n\nThe magic letter is "
-ANSWERS = "αβγδεζηθικλμνξο"
+ANSWERS = "αβγδεζηθ"
 
 Split = Literal["train", "held_out"]
 

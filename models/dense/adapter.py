@@ -10,7 +10,7 @@ from longstraw_sdk.hf import TransformersAdapter
 class DenseAdapter(TransformersAdapter):
     """Any transformers decoder with full softmax attention in every layer. Keys and values are all it keeps."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q_proj",
         "k_proj",
