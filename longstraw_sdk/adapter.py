@@ -10,6 +10,7 @@ import difflib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,10 +67,12 @@ class ResidentStateAdapter(ABC):
     Class attributes:
         model_types: `config.model_type` values that the adapter is made for.
         lora_targets: names of the linears that `lora_config` covers: all of them, in every layer kind.
+        lora_parameter_targets: names of parameters that it covers beside them, as stacked experts.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     lora_targets: ClassVar[tuple[str, ...]] = ()
+    lora_parameter_targets: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def validate(self, model: CausalLM) -> None:
@@ -95,22 +98,41 @@ class ResidentStateAdapter(ABC):
     def generation_cache(self, model: CausalLM, view: StateView) -> Any:
         """A cache for `model.generate(cache=...)` in which `view.n_rows` rows continue the one prefix."""
 
+    def reference(self, model: CausalLM, ids: torch.Tensor) -> AbstractContextManager[None]:
+        """A context in which stock forwards of `model` over `ids` [T] decide what resident passes over them decided.
+
+        For architectures that make discrete choices; others have nothing to agree on.
+        """
+        return nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of this adapter for the training log, by name."""
+        return {}
+
+    def forget(self) -> None:
+        """New responses begin: drop what was remembered about single sequences."""
+        return None
+
     def lora_config(self, r: int = 16, lora_alpha: int | None = None, **options: Any) -> LoraConfig:
         """A PEFT preset with LoRA on every linear of every layer kind; `options` go to `peft.LoraConfig`."""
         from peft import LoraConfig
 
         options.setdefault("target_modules", list(self.lora_targets))
+        if self.lora_parameter_targets:
+            options.setdefault("target_parameters", list(self.lora_parameter_targets))
         options.setdefault("task_type", "CAUSAL_LM")
         return LoraConfig(r=r, lora_alpha=2 * r if lora_alpha is None else lora_alpha, lora_dropout=0.0, **options)
 
 
 _DENSE = "longstraw_sdk.models.dense:DenseAdapter"
 _REGISTRY: dict[str, str | type[ResidentStateAdapter]] = {
+    "glm_moe_dsa": "longstraw_sdk.models.glm52:GLM52Adapter",
     "qwen3_5_text": "longstraw_sdk.models.qwen36:Qwen36Adapter",
     "llama": _DENSE,
     "mistral": _DENSE,
     "qwen2": _DENSE,
     "qwen3": _DENSE,
+    "smollm3": _DENSE,
 }
 
 
@@ -137,7 +159,7 @@ def adapter_for(model: CausalLM) -> ResidentStateAdapter:
         near = difflib.get_close_matches(str(model_type), list(_REGISTRY), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise RegistryError(
-            f"no adapter is registered for model type {model_type!r} (known: {', '.join(sorted(_REGISTRY))}){hint} "
+            f"no adapter is registered for model type {model_type!r} (known: {', '.join(sorted(_REGISTRY))}){hint}. "
             "Pass `adapter=`, for a plain decoder DenseAdapter(), or register your own with register_adapter()"
         )
     return _load(_REGISTRY[model_type])()

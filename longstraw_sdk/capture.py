@@ -9,7 +9,7 @@ import torch
 from .adapter import StateView
 from .bound import BoundModel, progress
 from .errors import NumericsError
-from .state import PagePool, ResidentState
+from .state import PagePool, Placement, ResidentState
 
 
 def chunk_bounds(n_tokens: int, chunk_tokens: int) -> list[int]:
@@ -33,14 +33,17 @@ def capture_prefix(
     *,
     chunk_tokens: int,
     keep_boundaries: bool,
+    placement: Placement | None = None,
 ) -> ResidentState:
     """The resident state of `prefix_ids` [P - 1]. On any failure every page is given back.
 
     Args:
         keep_boundaries: keep the recurrent state at every chunk boundary, which the sweep needs; otherwise only the
             last one.
+        placement: where pages live if not beside the model.
     """
-    state = ResidentState(bound.specs, prefix_ids, pool, owner, bound.device)
+    where = Placement(bound.device) if placement is None else placement
+    state = ResidentState(bound.specs, prefix_ids, pool, owner, where.device, where.link)
     try:
         bounds = chunk_bounds(len(prefix_ids), chunk_tokens)
         with progress(len(prefix_ids), "capture") as advance:

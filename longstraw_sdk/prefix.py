@@ -17,7 +17,7 @@ from .errors import ConfigurationError, InputError, LifecycleError, StaleStateEr
 from .lora import adapter_state, adapters_disabled, weights_fingerprint
 from .replay import pack_rows, replay_rows
 from .sampling import generate_rows, seeded
-from .state import PagePool, Witness
+from .state import PagePool, Placement, Witness
 from .sweep import sweep_prefix
 from .types import GradientScope, PrefixAdapter, ReplayOutput
 
@@ -64,6 +64,7 @@ class SessionCore:
     replay_tokens: int | None
     temperature: float
     verify_content: bool
+    placement: Placement
     stats: SessionStats = field(default_factory=SessionStats)
     weights_epoch: int = 0
     update_is_open: bool = False
@@ -262,6 +263,7 @@ class Prefix:
                 core.pool,
                 self._owner,
                 chunk_tokens=core.chunk_tokens,
+                placement=core.placement,
                 keep_boundaries=core.gradient_scope == "full" and bool(self._adapter_state),
             )
         core.stats.captured_tokens += len(self.prompt_ids) - 1

@@ -17,7 +17,7 @@ from .errors import ConfigurationError, LifecycleError
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
-from .state import PagePool
+from .state import CudaLink, PagePool, Placement
 from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class LongStrawSession:
         replay_tokens: how many response tokens one packed replay may hold; None replays one response at a time, which
             keeps memory independent of the group size.
         temperature: divides the logits in sampling, scoring and replay alike.
-        state_device: where pages live; "auto" is the model's device.
+        state_device: where pages live. "auto" is the model's device. "cpu" beside a model on a GPU keeps them in pinned
+            host memory and stages one layer at a time while the layer before computes.
         verify_content: let the witness hash the pages' content too, which finds writes through raw pointers.
         probe: run the start-up probe on a few tokens; `poison` fills free pages with NaN. Both are for trust, not
             for results.
@@ -81,7 +82,7 @@ class LongStrawSession:
         self.backend: GradientBackend = LocalBackend() if backend is None else backend
         bound = bind_model(model, self.adapter)
         try:
-            _check_state_device(state_device, bound.device)
+            placement = _placement(state_device, bound.device)
             bound.check_checkpointing()
             if probe:
                 run_probe(bound)
@@ -97,6 +98,7 @@ class LongStrawSession:
             replay_tokens=replay_tokens,
             temperature=temperature,
             verify_content=verify_content,
+            placement=placement,
         )
         # A session that is dropped without close() must not leave its model bound, once its prefixes are gone too.
         self._unbind = weakref.finalize(self._core, bound.unbind)
@@ -225,9 +227,12 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-def _check_state_device(state_device: str, model_device: torch.device) -> None:
-    if state_device not in ("auto", model_device.type):
-        raise ConfigurationError(
-            f"state_device={state_device!r} differs from the model's device {model_device}; this release keeps pages "
-            'beside the model: use "auto"'
-        )
+def _placement(state_device: str, model_device: torch.device) -> Placement:
+    if state_device in ("auto", model_device.type):
+        return Placement(model_device)
+    if state_device == "cpu" and model_device.type == "cuda":
+        return Placement(torch.device("cpu"), CudaLink(model_device))
+    raise ConfigurationError(
+        f"state_device={state_device!r} cannot serve a model on {model_device}: pages live beside the model, or in "
+        'host memory beside a GPU. Use "auto", or "cpu" with the model on a GPU'
+    )

@@ -39,6 +39,6 @@ def _sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None
             root = produced[key][name]
             if root.requires_grad:
                 roots.append(root)
-                gradients.append(cotangent.to(root.dtype))
+                gradients.append(cotangent.to(root.device, root.dtype))
     if roots:
         torch.autograd.backward(roots, gradients)

@@ -21,10 +21,12 @@ from longstraw_sdk import (
 )
 from longstraw_sdk import adapter as adapter_module
 from longstraw_sdk.bound import bind_model
+from longstraw_sdk.evidence.parity import ParityCase, check_parity, randomize_lora
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.hf.checks import find_problems
 from longstraw_sdk.lora import base_model_of
 from longstraw_sdk.models.dense import DenseAdapter
+from longstraw_sdk.models.glm52 import GLM52Adapter
 from longstraw_sdk.models.qwen36 import Qwen36Adapter
 
 TINY = {
@@ -50,6 +52,16 @@ def build(name, **options):
     return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
 
 
+def tiny(architecture):
+    """`tiny_model`, and SmolLM3, which is none of its architectures: here layer 0 has no rotary embedding."""
+    if architecture != "smollm3":
+        return tiny_model(architecture)
+    base = build("SmolLM3", no_rope_layers=[0, 1])
+    model = get_peft_model(base, adapter_for(base).lora_config(r=4))
+    randomize_lora(model)
+    return model
+
+
 # --- registry ---
 
 
@@ -70,10 +82,14 @@ class OtherAdapter(DenseAdapter):
 
 @pytest.mark.parametrize(
     ("architecture", "cls"),
-    [("qwen36", Qwen36Adapter), *((name, DenseAdapter) for name in ("llama", "qwen2", "qwen3", "mistral"))],
+    [
+        ("qwen36", Qwen36Adapter),
+        ("glm52", GLM52Adapter),
+        *((name, DenseAdapter) for name in ("llama", "qwen2", "qwen3", "mistral", "smollm3")),
+    ],
 )
 def test_adapter_is_found_by_model_type_and_says_so_itself(architecture, cls):
-    base = base_model_of(tiny_model(architecture))
+    base = base_model_of(tiny(architecture))
     adapter = adapter_for(base)
     assert type(adapter) is cls
     assert base.config.model_type in cls.model_types
@@ -81,7 +97,8 @@ def test_adapter_is_found_by_model_type_and_says_so_itself(architecture, cls):
 
 
 def test_every_registered_type_is_named_by_its_adapter():
-    assert {t for cls in (DenseAdapter, Qwen36Adapter) for t in cls.model_types} == set(adapter_module._REGISTRY)
+    adapters = (DenseAdapter, GLM52Adapter, Qwen36Adapter)
+    assert {t for cls in adapters for t in cls.model_types} == set(adapter_module._REGISTRY)
 
 
 @pytest.mark.parametrize(("given", "near"), [("qwen3_5", "qwen3_5_text"), ("lama", "llama"), ("mistrall", "mistral")])
@@ -163,6 +180,10 @@ REFUSED = {
     ),
     "gemma3": (lambda: build("Gemma3Text"), ["layer types sliding_attention", "sliding window"]),
     "mla": (lambda: build("DeepseekV3", **MLA, **MOE), [r"multi-head latent attention \(config.kv_lora_rank\)"]),
+    "glm on dense": (
+        lambda: base_model_of(tiny_model("glm52")),
+        ["layer types indexed_attention are not served", r"multi-head latent attention \(config.kv_lora_rank\)"],
+    ),
     "sinks": (
         lambda: build("GptOss", layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1),
         ["self_attn has attention sinks"],
@@ -213,7 +234,7 @@ def test_several_findings_are_listed_together():
         DenseAdapter().validate(model)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Gemma", "Olmo2"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "Olmo2"])
 def test_control_a_plain_decoder_has_no_findings(name):
     assert find_problems(build(name), ("full_attention",)) == []
 
@@ -404,13 +425,14 @@ def test_frozen_lora_does_not_count_as_covered():
         assert [(r.linear, r.n_with_lora, r.n_layers) for r in session.coverage().missing] == [("mlp.up_proj", 1, 2)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen36", "llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("architecture", ["qwen36", "glm52", "llama", "qwen2", "qwen3", "mistral", "smollm3"])
 def test_preset_covers_every_linear_of_every_layer(architecture):
-    base = tiny_model(architecture).unload()
-    linears = {n for n, m in base.model.layers.named_modules() if isinstance(m, nn.Linear)}
+    """But those of an indexer: no gradient reaches what only selects."""
+    base = tiny(architecture).unload()
+    linears = {n for n, m in base.model.layers.named_modules() if isinstance(m, nn.Linear) and ".indexer." not in n}
     model = get_peft_model(base, adapter_for(base).lora_config(r=2))
     covered = {n for n, m in base_model_of(model).model.layers.named_modules() if hasattr(m, "lora_A")}
-    assert covered == linears
+    assert {n for n in covered if ".mlp.experts" not in n} == linears, "stacked experts are parameters, not linears"
     assert not any(".lora_" in n for n, _ in base_model_of(model).lm_head.named_parameters())
 
 
@@ -418,3 +440,13 @@ def test_preset_passes_options_on_and_keeps_dropout_off():
     config = DenseAdapter().lora_config(r=8, target_modules=["q_proj"], use_rslora=True)
     assert (config.r, config.lora_alpha, config.lora_dropout, config.use_rslora) == (8, 16, 0.0, True)
     assert config.target_modules == {"q_proj"}
+
+
+# --- an architecture of the registry that has no tiny model of its own ---
+
+
+def test_smollm3_with_and_without_rotary_embeddings():
+    model = tiny("smollm3")
+    assert [layer.self_attn.use_rope for layer in base_model_of(model).model.layers] == [0, 1]
+    result = check_parity(model, ParityCase("float32"))
+    assert result.passed, result

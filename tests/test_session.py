@@ -162,7 +162,7 @@ def test_lora_without_a_trained_tensor_is_refused(model):
         ({"gradient_scope": "prompt"}, "gradient_scope='prompt'.*'response', 'full'"),
         ({"prefix_adapter": "off"}, "prefix_adapter='off'.*'live', 'frozen'"),
         ({"state_device": "disk"}, "state_device='disk'.*allowed"),
-        ({"state_device": "cuda"}, "state_device='cuda' differs"),
+        ({"state_device": "cuda"}, "state_device='cuda' cannot serve a model on cpu"),
         ({"chunk_tokens": 1}, "chunk_tokens.*at least 2"),
         ({"chunk_tokens": 8.0}, "chunk_tokens must be an integer"),
         ({"page_tokens": 0}, "page_tokens.*at least 1"),

@@ -291,6 +291,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             self._drop(key)
 
     def _generate_and_score_completions(self, inputs):
+        if self.model.training:  # an evaluation between two steps on the same rollouts must not drop theirs
+            self.longstraw.adapter.forget()
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             masks = output["prompt_mask"].bool()
@@ -386,6 +388,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             "stale_age": record.stale_age,
             "rows_not_replayed": record.rows_not_replayed,
             "gradient_scope_full": float(self.longstraw.gradient_scope == "full"),
+            **self.longstraw.adapter.metrics(),
         }
         for name, value in values.items():
             self._metrics["train"][f"longstraw/{name}"].append(value)

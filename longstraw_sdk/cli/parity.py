@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ConfigurationError
+from ..lora import base_model_of
 from ..types import CausalLM
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ _MODES = {"full": ("full", "live"), "response": ("response", "live"), "frozen": 
 def parity(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Built-in tiny model (qwen36, llama, qwen2, qwen3, mistral) or a model folder. Repeats."),
+        typer.Option(
+            help="Built-in tiny model (qwen36, llama, qwen2, qwen3, mistral, glm52) or a model folder. Repeats."
+        ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float64, float32 or bfloat16. Repeats.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="full, response or frozen. Repeats.")] = None,
@@ -94,7 +97,8 @@ def _load(name: str, adapter: str | None, seed: int) -> tuple[CausalLM, Resident
 
     chosen = _adapter(adapter)
     if name in ARCHITECTURES:
-        return tiny_model(name, seed=seed), chosen
+        subject = tiny_model(name, seed=seed)
+        return subject, chosen or _default_adapter(subject)
     if not Path(name).is_dir():
         raise ConfigurationError(
             f"--model {name!r} is neither a built-in architecture ({', '.join(ARCHITECTURES)}) nor a model folder"
@@ -102,13 +106,20 @@ def _load(name: str, adapter: str | None, seed: int) -> tuple[CausalLM, Resident
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from ..adapter import adapter_for
-
     base = AutoModelForCausalLM.from_pretrained(name, dtype="float32")
-    chosen = chosen or adapter_for(base)
+    chosen = chosen or _default_adapter(base)
     subject = get_peft_model(base, chosen.lora_config(r=8))
     randomize_lora(subject, seed, std=0.02)
     return subject, chosen
+
+
+def _default_adapter(model: CausalLM) -> ResidentStateAdapter:
+    """Sparse choices on a tape: rounding flips them, and then two right computations differ."""
+    from ..adapter import adapter_for
+    from ..models.glm52 import GLM52Adapter
+
+    chosen = adapter_for(base_model_of(model))
+    return GLM52Adapter(tape="replay") if isinstance(chosen, GLM52Adapter) else chosen
 
 
 def _adapter(name: str | None) -> ResidentStateAdapter | None:

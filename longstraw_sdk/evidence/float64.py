@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class float64_upcasts(TorchFunctionMode):
-    """Context manager: `.float()`, `.to(float32)` and `dtype=float32` mean float64.
+    """Context manager: `.float()`, `.to(float32)`, `.type(float32)` and `dtype=float32` mean float64.
 
     PyTorch switches the mode off inside a function that it intercepted, and `backward` is one: a checkpointed model
     must recompute under a mode of its own, `checkpoint(context_fn=float64_contexts)`.
@@ -27,7 +27,7 @@ class float64_upcasts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.float:
             return args[0].double()
-        if func is torch.Tensor.to:
+        if func in (torch.Tensor.to, torch.Tensor.type):
             args = (args[0], *(torch.float64 if a is torch.float32 else a for a in args[1:]))
         if kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}

@@ -17,7 +17,7 @@ import torch
 
 from ..adapter import ResidentStateAdapter
 from ..errors import ConfigurationError
-from ..lora import base_model_of, is_lora_parameter, lora_layers
+from ..lora import adapters_disabled, base_model_of, is_lora_parameter, lora_layers
 from ..session import LongStrawSession
 from ..types import CausalLM, GradientScope, PrefixAdapter
 from .float64 import float64_contexts, float64_upcasts
@@ -87,16 +87,20 @@ def check_parity(model: CausalLM, case: ParityCase, adapter: ResidentStateAdapte
 
     Prompt, responses and the weight of each log-prob in the loss are drawn from `case.seed`. LoRA B matrices must not
     be zero, or half of the gradients are zero on both sides: see `randomize_lora`.
+
+    Replay runs first, so that an adapter that remembers discrete choices has them for the references.
     """
+    if adapter is not None:
+        adapter.forget()
     if case.dtype not in DTYPES:
         raise ConfigurationError(f"dtype {case.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
     ours, theirs = _cast(model, case.dtype), _cast(model, case.dtype)
     with float64_upcasts() if case.dtype == "float64" else nullcontext():
-        reference = conventional_run(theirs, case)
         replayed = replay_run(ours, case, adapter)
+        reference = conventional_run(theirs, case, adapter)
     if case.dtype != "bfloat16":
         return _compare(case, replayed, reference, GRADIENT_TOLERANCE[case.dtype])
-    truth = conventional_run(_cast(_cast(model, "bfloat16"), "float32"), case)
+    truth = conventional_run(_cast(_cast(model, "bfloat16"), "float32"), case, adapter)
     own_error = _compare(case, reference, truth, float("inf")).gradient_error
     return _compare(case, replayed, truth, BFLOAT16_RATIO * own_error)
 
@@ -110,19 +114,27 @@ def randomize_lora(model: CausalLM, seed: int = 0, std: float = 0.1) -> None:
             parameter.data.copy_(noise)
 
 
-def conventional_run(model: CausalLM, case: ParityCase) -> _Run:
-    """Log-probs and LoRA gradients of one full-sequence forward and backward per response."""
+def conventional_run(model: CausalLM, case: ParityCase, adapter: ResidentStateAdapter | None = None) -> _Run:
+    """Log-probs and LoRA gradients of one full-sequence forward and backward per response.
+
+    With `adapter`, the stock model makes the discrete choices that the adapter remembers.
+    """
     prompt, rows, weights = _draw(model, case)
     n_prefix = len(prompt) - 1
+    base = base_model_of(model)
     if case.prefix_adapter == "frozen":
         mode = "frozen"
     else:
         mode = case.gradient_scope
     logps = []
     for row, weight in zip(rows, weights, strict=True):
-        with _at_prefix(model, mode, n_prefix):
-            logits = base_model_of(model)(input_ids=torch.cat([prompt, row])[None], use_cache=False).logits
-            scores = torch.log_softmax(logits[0, n_prefix:-1].float(), -1).gather(-1, row[:, None])[:, 0]
+        choices = nullcontext() if adapter is None else adapter.reference(base, torch.cat([prompt, row]))
+        with choices, _at_prefix(model, mode, n_prefix):
+            if mode != "full" and getattr(base.config, "kv_lora_rank", None):
+                logits = _continued_logits(model, mode, prompt, row)
+            else:
+                logits = base(input_ids=torch.cat([prompt, row])[None], use_cache=False).logits[:, n_prefix:]
+            scores = torch.log_softmax(logits[0, :-1].float(), -1).gather(-1, row[:, None])[:, 0]
             (scores * weight.to(scores.dtype)).sum().backward()
         logps.append(scores.detach())
     return _Run(logps, _gradients(model))
@@ -179,12 +191,29 @@ def _at_prefix(model: CausalLM, mode: str, n_prefix: int) -> Iterator[None]:
         before = output[:, :n_prefix].detach() if mode == "response" else module.base_layer(args[0])[:, :n_prefix]
         return torch.cat([before, output[:, n_prefix:]], 1)
 
-    handles = [] if mode == "full" else [layer.register_forward_hook(hook) for layer in lora_layers(model)]
+    latent = getattr(base_model_of(model).config, "kv_lora_rank", None)
+    handles = [] if mode == "full" or latent else [layer.register_forward_hook(hook) for layer in lora_layers(model)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _continued_logits(model: CausalLM, mode: str, prompt: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Logits [1, 1 + R, V] of `[prompt[-1]] + row` behind a stock cache that was filled without a graph.
+
+    For latent attention, whose `kv_b_proj` reads the prompt's latents again in every response: there the LoRA layers'
+    outputs at prefix positions are not the prompt's state, the cache is.
+    """
+    from transformers import DynamicCache
+
+    base = base_model_of(model)
+    cache = DynamicCache(config=base.config)
+    if len(prompt) > 1:
+        with torch.no_grad(), adapters_disabled(model) if mode == "frozen" else nullcontext():
+            base(input_ids=prompt[None, :-1], cache=cache, use_cache=True)
+    return base(input_ids=torch.cat([prompt[-1:], row])[None], cache=cache, use_cache=True).logits
 
 
 def _cast(model: CausalLM, dtype: str) -> CausalLM:

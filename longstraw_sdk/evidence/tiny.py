@@ -11,7 +11,7 @@ from ..errors import ConfigurationError
 from ..types import CausalLM
 from .parity import randomize_lora
 
-ARCHITECTURES = ("qwen36", "llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = ("qwen36", "llama", "qwen2", "qwen3", "mistral", "glm52")
 
 
 def tiny_model(architecture: str, *, n_layers: int = 4, rank: int = 4, seed: int = 0, **overrides: Any) -> CausalLM:
@@ -24,10 +24,17 @@ def tiny_model(architecture: str, *, n_layers: int = 4, rank: int = 4, seed: int
     import transformers
     from peft import get_peft_model
 
-    names = {"qwen36": "Qwen3_5", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+    names = {
+        "qwen36": "Qwen3_5",
+        "llama": "Llama",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "mistral": "Mistral",
+        "glm52": "GlmMoeDsa",
+    }
     if architecture not in names:
         raise ConfigurationError(f"architecture {architecture!r} is not known; allowed: {', '.join(ARCHITECTURES)}")
-    options = {
+    options: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -51,6 +58,27 @@ def tiny_model(architecture: str, *, n_layers: int = 4, rank: int = 4, seed: int
         del options["head_dim"]
     if architecture == "mistral":
         options["sliding_window"] = None
+    if architecture == "glm52":
+        del options["head_dim"]
+        options |= {
+            "pad_token_id": None,  # its embedding would be zero, and so every score of the indexer equal
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 10,
+            "index_topk": 16,
+            "index_n_heads": 16,  # a score is exactly 0, and so tied, where every head is negative
+            "index_head_dim": 16,
+            "index_topk_pattern": "FFSSFS"[:n_layers].ljust(n_layers, "S"),
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 2,
+            "attn_implementation": "eager",
+            "experts_implementation": "eager",
+        }
     name = names[architecture]
     config_class = getattr(transformers, f"{name}TextConfig" if architecture == "qwen36" else f"{name}Config")
     torch.manual_seed(seed)

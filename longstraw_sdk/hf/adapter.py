@@ -13,7 +13,7 @@ from ..errors import UnsupportedModelError
 from ..state import AttentionKVSpec, StateSpec
 from ..types import CausalLM
 from .attention import bound_name, resident_forward
-from .cache import GenerationCache, ResidentCache
+from .cache import KVLayer, RecurrentLayer, ResidentCache
 from .checks import find_problems, layer_types_of
 
 
@@ -25,6 +25,8 @@ class TransformersAdapter(ResidentStateAdapter):
     """
 
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+    forward_options: ClassVar[dict[str, Any]] = {}
+    """Further arguments of the decoder's forward over a resident state."""
 
     def layer_spec(self, config: Any, layer: int, layer_type: str, dtype: torch.dtype) -> StateSpec:
         """What decoder layer `layer` of type `layer_type` keeps; here keys and values."""
@@ -33,8 +35,22 @@ class TransformersAdapter(ResidentStateAdapter):
             layer=layer, n_kv_heads=config.num_key_value_heads, key_dim=head_dim, value_dim=head_dim, dtype=dtype
         )
 
+    def resident_cache(self, model: CausalLM, view: StateView, *, keep_rows: bool) -> ResidentCache:
+        """The cache that shows `view` to a forward of `model`; `keep_rows` in a generation."""
+        paged = view.state.paged
+        return ResidentCache(
+            [
+                (KVLayer if (layer, "kv") in paged else RecurrentLayer)(view, layer, keep_rows=keep_rows)
+                for layer in range(model.config.num_hidden_layers)
+            ]
+        )
+
+    def find_problems(self, model: CausalLM) -> list[str]:
+        """What keeps `model` from being served exactly, one sentence each, with what to do about it."""
+        return find_problems(model, self.layer_types)
+
     def validate(self, model: CausalLM) -> None:
-        problems = find_problems(model, self.layer_types)
+        problems = self.find_problems(model)
         if problems:
             listed = "".join(f"\n  - {problem}" for problem in problems)
             raise UnsupportedModelError(f"{type(self).__name__} cannot serve {type(model).__name__}:{listed}")
@@ -43,9 +59,14 @@ class TransformersAdapter(ResidentStateAdapter):
         types = layer_types_of(model.config)
         return tuple(self.layer_spec(model.config, i, kind, model.dtype) for i, kind in enumerate(types))
 
-    def bind(self, model: CausalLM) -> Callable[[], None]:
+    def install(self, model: CausalLM) -> Callable[[], None]:
+        """Make `model`'s attention able to read a resident state; returns the function that undoes it."""
         stock = model.config._attn_implementation
         model.set_attn_implementation(bound_name(stock))
+        return lambda: model.set_attn_implementation(stock)
+
+    def bind(self, model: CausalLM) -> Callable[[], None]:
+        uninstall = self.install(model)
         # transformers drops the cache of a checkpointed layer unless the layer says that it only reads it. A resident
         # cache is only read: its updates are functional.
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -54,7 +75,7 @@ class TransformersAdapter(ResidentStateAdapter):
             layer._can_checkpoint_with_cache = True
 
         def unbind() -> None:
-            model.set_attn_implementation(stock)
+            uninstall()
             for layer, flag in zip(layers, flags, strict=True):
                 if flag is None:
                     del layer._can_checkpoint_with_cache
@@ -64,7 +85,7 @@ class TransformersAdapter(ResidentStateAdapter):
         return unbind
 
     def forward(self, model: CausalLM, input_ids: torch.Tensor, view: StateView) -> DecoderOutput:
-        cache = ResidentCache(view, model.config.num_hidden_layers)
+        cache = self.resident_cache(model, view, keep_rows=False)
         positions = torch.arange(view.n_tokens, view.n_tokens + input_ids.shape[1], device=input_ids.device)
         with resident_forward():
             out = model.base_model(
@@ -72,8 +93,9 @@ class TransformersAdapter(ResidentStateAdapter):
                 position_ids=positions.expand(input_ids.shape[0], -1),
                 cache=cache,
                 use_cache=False,
+                **self.forward_options,
             )
         return DecoderOutput(out.last_hidden_state, cache.take_produced())
 
-    def generation_cache(self, model: CausalLM, view: StateView) -> GenerationCache:
-        return GenerationCache(view, model.config.num_hidden_layers)
+    def generation_cache(self, model: CausalLM, view: StateView) -> ResidentCache:
+        return self.resident_cache(model, view, keep_rows=True)

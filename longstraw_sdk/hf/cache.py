@@ -1,12 +1,13 @@
 """transformers `Cache` classes that show a resident state to one forward, or to one generation.
 
 `ResidentCache` is functional: an update returns only the new rows, remembers them as `produced` and writes nothing, so
-checkpoint recompute may call it again. `GenerationCache` additionally keeps what each row decoded so far.
+checkpoint recompute may call it again. In a generation its layers also keep what each row decoded so far.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
@@ -17,20 +18,31 @@ from ..state import PagedView, StateKey
 from .attention import PAGE_KWARG
 
 
-class _PagedLayer(CacheLayerMixin):
-    """One attention layer over resident pages."""
+class ResidentLayer(Protocol):
+    """A cache layer of `ResidentCache`."""
+
+    produced: dict[StateKey, dict[str, torch.Tensor]]
+    """What the forward computed of every state kind of this layer."""
+
+    sealed: bool
+    """Set when `produced` was taken: from then on updates leave it alone."""
+
+
+class KVLayer(CacheLayerMixin):
+    """One attention layer over resident pages. `keep_rows` is for generation: what rows decode is kept per row."""
 
     is_sliding = False
     supports_early_init = False
     is_croppable = False
 
-    def __init__(self, pages: PagedView, *, keep_rows: bool):
+    def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
         super().__init__()
+        self.key: StateKey = (layer, "kv")
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
-        self.pages = pages
+        self.pages = PagedView(view.state.paged[self.key], view.n_tokens, view.accumulate)
         self.keep_rows = keep_rows
-        self.produced: dict[str, torch.Tensor] = {}
+        self.produced: dict[StateKey, dict[str, torch.Tensor]] = {}
         self.sealed = False
         self.is_initialized = True
 
@@ -48,7 +60,7 @@ class _PagedLayer(CacheLayerMixin):
             )
         kwargs[PAGE_KWARG] = self.pages
         if not self.sealed:
-            self.produced = {"k": key_states, "v": value_states}
+            self.produced = {self.key: {"k": key_states, "v": value_states}}
         if self.keep_rows:
             if self.keys is not None and self.values is not None:
                 key_states = torch.cat([self.keys, key_states], 2)
@@ -66,19 +78,24 @@ class _PagedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
 
-class _RecurrentLayer(LinearAttentionLayer):
+class RecurrentLayer(LinearAttentionLayer):
     """One linear-attention layer that starts from a boundary state.
 
     `record_past` makes the model take the functional convolution path for one-token forwards too; the stock path
     writes into the state it was given.
     """
 
-    def __init__(self, state: dict[str, torch.Tensor] | None, *, keep_rows: bool):
+    def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
         super().__init__(number_of_states=1)
+        self.key: StateKey = (layer, "recurrent")
         self.record_past = True
         self.keep_rows = keep_rows
-        self.produced: dict[str, torch.Tensor] = {}
+        self.produced: dict[StateKey, dict[str, torch.Tensor]] = {self.key: {}}
         self.sealed = False
+        recurrent = view.state.recurrent[self.key]
+        state = recurrent.leaves(view.boundary) if view.accumulate else recurrent.at(view.boundary)
+        if state is not None and view.n_rows > 1:
+            state = {n: t.expand(view.n_rows, *t.shape[1:]).contiguous() for n, t in state.items()}
         self._start_from(state)
 
     def _start_from(self, state: dict[str, torch.Tensor] | None) -> None:
@@ -98,39 +115,24 @@ class _RecurrentLayer(LinearAttentionLayer):
         full = torch.cat([tail, conv_states], -1)
         if not self.sealed:
             # A copy: the slice alone would keep the whole concatenation alive, one per layer.
-            self.produced["conv"] = full[..., full.shape[-1] - tail.shape[-1] :].clone()
+            self.produced[self.key]["conv"] = full[..., full.shape[-1] - tail.shape[-1] :].clone()
         return full
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         if not self.sealed:
-            self.produced["recurrent"] = recurrent_states
+            self.produced[self.key]["recurrent"] = recurrent_states
         if self.keep_rows:
-            self._start_from(dict(self.produced))
+            self._start_from(self.produced[self.key])
         return recurrent_states
 
 
 class ResidentCache(Cache):
-    """Shows `view` to one functional forward; `take_produced()` returns the new state with its graph."""
+    """Shows a resident state to one functional forward; `take_produced()` returns the new state with its graph."""
 
     is_compileable = False
-    keep_rows = False
 
-    def __init__(self, view: StateView, n_layers: int):
-        self._layer_keys: list[StateKey] = []
-        layers = []
-        for layer in range(n_layers):
-            if (layer, "kv") in view.state.paged:
-                self._layer_keys.append((layer, "kv"))
-                pages = PagedView(view.state.paged[layer, "kv"], view.n_tokens, view.accumulate)
-                layers.append(_PagedLayer(pages, keep_rows=self.keep_rows))
-            else:
-                self._layer_keys.append((layer, "recurrent"))
-                recurrent = view.state.recurrent[layer, "recurrent"]
-                state = recurrent.leaves(view.boundary) if view.accumulate else recurrent.at(view.boundary)
-                if state is not None and view.n_rows > 1:
-                    state = {n: t.expand(view.n_rows, *t.shape[1:]).contiguous() for n, t in state.items()}
-                layers.append(_RecurrentLayer(state, keep_rows=self.keep_rows))
-        super().__init__(layers=layers)
+    def __init__(self, layers: Sequence[ResidentLayer]):
+        super().__init__(layers=list(layers))
 
     def take_produced(self) -> dict[StateKey, dict[str, torch.Tensor]]:
         """What the forward produced. The cache keeps nothing of it, now or later.
@@ -139,13 +141,7 @@ class ResidentCache(Cache):
         recomputed graph of every layer alive to the end of the backward pass (36 GiB for a chunk of 4,096 tokens at
         the Qwen3.6-27B geometry).
         """
-        taken = {key: layer.produced for key, layer in zip(self._layer_keys, self.layers, strict=True)}
+        taken = {key: tensors for layer in self.layers for key, tensors in layer.produced.items()}
         for layer in self.layers:
             layer.produced, layer.sealed = {}, True
         return taken
-
-
-class GenerationCache(ResidentCache):
-    """Lets `generate` continue `view` with `view.n_rows` rows; only what they decode is per row."""
-
-    keep_rows = True

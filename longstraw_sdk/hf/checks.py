@@ -40,7 +40,7 @@ def _config_problems(model: PreTrainedModel, supported_layer_types: Sequence[str
     window = getattr(config, "sliding_window", None)
     if window and not getattr(config, "layer_types", None):  # as Mistral, whose every layer then slides
         yield f"config.sliding_window={window} limits every layer; set it to None only if the model was trained without"
-    if getattr(config, "kv_lora_rank", None):
+    if getattr(config, "kv_lora_rank", None) and "indexed_attention" not in supported_layer_types:
         yield "multi-head latent attention (config.kv_lora_rank) keeps latents, not keys and values; write an adapter"
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models have no shared prompt prefix to keep"

@@ -12,18 +12,22 @@ from .specs import (
     StateKey,
     StateSpec,
 )
+from .staging import CudaLink, Link, Placement
 from .witness import Witness
 
 __all__ = [
     "AttentionKVSpec",
     "Component",
+    "CudaLink",
     "IndexerKeySpec",
+    "Link",
     "MLALatentSpec",
     "Page",
     "PagePool",
     "PagedLayerState",
     "PagedSpec",
     "PagedView",
+    "Placement",
     "RecurrentLayerState",
     "RecurrentSpec",
     "ResidentState",

@@ -25,8 +25,11 @@ class Page:
         self.number = number
         self.device = device
         self.owner: str | None = None
+        # Only pinned host memory is copied while a GPU computes.
+        pinned = device.type == "cpu" and torch.cuda.is_available()
         self._tensors = {
-            c.name: torch.empty(c.page_shape(page_tokens), dtype=c.dtype, device=device) for c in components
+            c.name: torch.empty(c.page_shape(page_tokens), dtype=c.dtype, device=device, pin_memory=pinned)
+            for c in components
         }
 
     @property

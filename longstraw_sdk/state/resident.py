@@ -6,7 +6,8 @@ accumulators do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ..errors import UseAfterReleaseError
 from ..types import accumulation_dtype
 from .pool import Page, PagePool
 from .specs import Component, PagedSpec, RecurrentSpec, StateKey, StateSpec
+from .staging import Link, PageTensors, Stager
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -34,6 +36,9 @@ class PagedLayerState:
         self.spec = spec
         self.components = spec.components
         self.device = device
+        self.stager: Stager | None = None
+        """Set where pages live in host memory: what is read, and gradients that are collected, pass through it."""
+        self.stage_index = 0  # among the state kinds of this layer
         self.n_tokens = 0
         self.pages: list[Page] = []
         self.has_gradient = False
@@ -47,6 +52,8 @@ class PagedLayerState:
             self.components = tuple(replace(c, dtype=rows[c.name].dtype) for c in self.components)
         n_new = rows[self.components[0].name].shape[self.components[0].token_dim + 1]
         done = 0
+        if self.stager is not None:
+            self.stager.drop()
         while done < n_new:
             used = self.n_tokens % self._pool.page_tokens
             if used == 0:
@@ -58,18 +65,64 @@ class PagedLayerState:
             self.n_tokens += n
             done += n
 
-    def blocks(self, limit: int, *, with_grads: bool = False) -> Iterator[Block]:
-        """The first `limit` rows, page by page. `with_grads` hands out the accumulators to add to, if there are any."""
-        with_grads = with_grads and bool(self._accumulator_components)
-        if with_grads:
+    @property
+    def page_tokens(self) -> int:
+        return self._pool.page_tokens
+
+    def values(self, index: int, limit: int) -> Tensors:
+        """Page `index` of the first `limit` rows, on the compute device."""
+        page = self.pages[index]
+        whole = {c.name: page.tensor(c.name) for c in self.components}  # a released page raises, staged or not
+        if self.stager is not None:
+            whole = self._staged()[index]
+        n = min(self.page_tokens, limit - index * self.page_tokens)
+        return {c.name: whole[c.name].narrow(c.token_dim, 0, n) for c in self.components}
+
+    @contextmanager
+    def accumulators(self, limit: int) -> Iterator[Callable[[int], Tensors | None]]:
+        """Within the block, the gradients of a page by its index, to add to; None if the state is not differentiable.
+
+        Those of pages in host memory visit the compute device for the length of the block.
+        """
+        visiting: dict[int, tuple[Tensors, Tensors]] = {}
+
+        def of_page(index: int) -> Tensors | None:
+            if not self._accumulator_components:
+                return None
             self._ensure_accumulators()
             self.has_gradient = True
-        page_tokens = self._pool.page_tokens
-        for index, start in enumerate(range(0, limit, page_tokens)):
-            n = min(page_tokens, limit - start)
-            values = _rows(self.pages[index], self.components, 0, n)
-            grads = _rows(self._accumulators[index], self._accumulator_components, 0, n) if with_grads else None
-            yield Block(values, grads)
+            n = min(self.page_tokens, limit - index * self.page_tokens)
+            sums = _rows(self._accumulators[index], self._accumulator_components, 0, n)
+            if self.stager is None:
+                return sums
+            if index not in visiting:
+                visiting[index] = (
+                    sums,
+                    {name: total.to(self.stager.device, copy=True) for name, total in sums.items()},
+                )
+            return visiting[index][1]
+
+        yield of_page
+        for sums, visitors in visiting.values():
+            for name, total in sums.items():
+                total.copy_(visitors[name])
+
+    def blocks(self, limit: int, *, with_grads: bool = False) -> Iterator[Block]:
+        """The first `limit` rows, page by page. `with_grads` hands out gradients to add to until the next page."""
+        for index in range(-(-limit // self.page_tokens)):
+            values = self.values(index, limit)
+            if not with_grads:
+                yield Block(values, None)
+                continue
+            with self.accumulators(limit) as of_page:
+                yield Block(values, of_page(index))
+
+    def page_tensors(self) -> PageTensors:
+        return [{c.name: page.tensor(c.name) for c in self.components} for page in self.pages]
+
+    def _staged(self) -> PageTensors:
+        assert self.stager is not None
+        return self.stager.fetch(self.spec.layer)[self.stage_index]
 
     def cotangents(self, start: int, end: int) -> dict[str, torch.Tensor]:
         """Collected gradients of rows `start` to `end`: name -> [1, *leading, end - start, *trailing]; {} if none."""
@@ -116,6 +169,16 @@ class PagedView(NamedTuple):
     layer_state: PagedLayerState
     limit: int
     accumulate: bool
+
+    @property
+    def page_tokens(self) -> int:
+        return self.layer_state.page_tokens
+
+    def values(self, index: int) -> Tensors:
+        return self.layer_state.values(index, self.limit)
+
+    def accumulators(self) -> AbstractContextManager[Callable[[int], Tensors | None]]:
+        return self.layer_state.accumulators(self.limit)
 
     def blocks(self, *, with_grads: bool = False) -> Iterator[Block]:
         return self.layer_state.blocks(self.limit, with_grads=with_grads and self.accumulate)
@@ -191,10 +254,17 @@ class ResidentState:
         prefix_ids: LongTensor [P - 1], the prompt without its last token.
         pool: where pages come from; the state opens `owner` there and releases it.
         device: where pages live.
+        link: how pages in host memory get to the compute device, the device of `prefix_ids`; None if they live there.
     """
 
     def __init__(
-        self, specs: Sequence[StateSpec], prefix_ids: torch.Tensor, pool: PagePool, owner: str, device: torch.device
+        self,
+        specs: Sequence[StateSpec],
+        prefix_ids: torch.Tensor,
+        pool: PagePool,
+        owner: str,
+        device: torch.device,
+        link: Link | None = None,
     ):
         self.prefix_ids = prefix_ids
         self.pool = pool
@@ -208,6 +278,23 @@ class ResidentState:
             spec.key: RecurrentLayerState(spec) for spec in specs if isinstance(spec, RecurrentSpec)
         }
         self.released = False
+        self.stager: Stager | None = None
+        if link is not None:
+            self._stage_through(link)
+
+    def _stage_through(self, link: Link) -> None:
+        by_layer: dict[int, list[PagedLayerState]] = {}
+        for paged in self.paged.values():
+            by_layer.setdefault(paged.spec.layer, []).append(paged)
+        self.stager = Stager(
+            link,
+            self.prefix_ids.device,
+            sorted(by_layer),
+            lambda layer: [paged.page_tensors() for paged in by_layer[layer]],
+        )
+        for members in by_layer.values():
+            for paged in members:
+                paged.stager, paged.stage_index = self.stager, members.index(paged)
 
     @property
     def n_tokens(self) -> int:
@@ -248,6 +335,8 @@ class ResidentState:
 
     def release(self) -> None:
         """Give all pages back. A second call raises `UseAfterReleaseError`."""
+        if self.stager is not None:
+            self.stager.drop()
         self.pool.release(self.owner)
         for recurrent in self.recurrent.values():
             recurrent.release()

@@ -1,0 +1,166 @@
+"""Attention of each query over its own selected rows of a latent state (absorbed multi-head latent attention).
+
+All heads of a query read the same selected latents, which stay compressed: the query is brought into latent space
+(DeepSeek-V2, arXiv 2405.04434, section 2.1.2) and so is the output. Rows that nobody selected are never touched. The
+backward gathers the rows again instead of keeping them, and adds gradients of prefix rows in place to their
+accumulators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ..state.resident import PagedView, Tensors
+from ..types import accumulation_dtype
+from .sparse_selection import NOT_SELECTED
+
+MAX_GATHERED_ELEMENTS = 2**24
+"""Bound on the gathered elements held at once (64 MiB in float32); more queries are tiled."""
+
+
+def sparse_latent_attention(
+    query_latent: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    selected: torch.Tensor,
+    view: PagedView,
+    scale: float,
+) -> torch.Tensor:
+    """Output [B, S, H, R] in latent space and in the accumulation dtype (float32, or float64 for float64 inputs).
+
+    Args:
+        query_latent: [B, S, H, R], queries without position multiplied into latent space.
+        query_rope: [B, S, H, Dr].
+        latent, key_rope: [B, L, R] and [B, L, Dr], the rows behind the prefix; row j has position `view.limit + j`.
+        selected: LongTensor [B, S, K] of positions; `NOT_SELECTED` entries are skipped. Every query needs one other.
+        view: the resident rows, components "latent" and "k_rope", which all B rows share.
+        scale: factor on the scores.
+    """
+    query = torch.cat([query_latent, query_rope.to(query_latent.dtype)], -1)
+    out: torch.Tensor = _SparseLatentAttention.apply(query, latent, key_rope, selected, view, scale)
+    return out
+
+
+class _SparseLatentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        selected: torch.Tensor,
+        view: PagedView,
+        scale: float,
+    ) -> torch.Tensor:
+        q = query.to(accumulation_dtype(query.dtype)).flatten(0, 1) * scale  # [N, H, W]
+        rank = latent.shape[-1]
+        out, lse = q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2])
+        for tile, plan in _tiles(selected, latent.shape[1], q.shape[-1], view):
+            rows = _gather(plan, latent, key_rope, view, q.dtype)
+            scores = torch.einsum("nhw,nkw->nhk", q[tile], rows).masked_fill(plan.hidden[:, None], float("-inf"))
+            lse[tile] = scores.logsumexp(-1)
+            out[tile] = torch.exp(scores - lse[tile][..., None]) @ rows[..., :rank]
+        ctx.save_for_backward(query, latent, key_rope, selected, out, lse)
+        ctx.view, ctx.scale = view, scale
+        return out.view(*query.shape[:-1], rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        query, latent, key_rope, selected, out, lse = ctx.saved_tensors
+        view, scale = ctx.view, ctx.scale
+        q = query.to(out.dtype).flatten(0, 1) * scale
+        rank = latent.shape[-1]
+        d_out = grad_outputs[0].to(out.dtype).flatten(0, 1)
+        delta = (d_out * out).sum(-1)
+        d_q = torch.empty_like(q)
+        d_latent, d_rope = (torch.zeros(x.shape, dtype=q.dtype, device=x.device) for x in (latent, key_rope))
+        with view.accumulators() if view.accumulate else nullcontext() as of_page:
+            for tile, plan in _tiles(selected, latent.shape[1], q.shape[-1], view):
+                rows = _gather(plan, latent, key_rope, view, q.dtype)
+                scores = torch.einsum("nhw,nkw->nhk", q[tile], rows).masked_fill(plan.hidden[:, None], float("-inf"))
+                weights = torch.exp(scores - lse[tile][..., None])
+                d_scores = weights * (d_out[tile] @ rows[..., :rank].transpose(1, 2) - delta[tile][..., None])
+                d_q[tile] = d_scores @ rows
+                d_rows = d_scores.transpose(1, 2) @ q[tile]
+                d_rows[..., :rank] += weights.transpose(1, 2) @ d_out[tile]
+                _scatter(plan, d_rows, d_latent, d_rope, view, of_page)
+        d_query = (d_q * scale).view_as(query).to(query.dtype)
+        return d_query, d_latent.to(latent.dtype), d_rope.to(key_rope.dtype), None, None, None
+
+
+class _Plan(NamedTuple):
+    """Where the selected rows of some queries live. `order` sorts the flattened selection by position."""
+
+    positions: torch.Tensor  # [n * K], ascending
+    order: torch.Tensor  # [n * K]
+    edges: list[int]  # where each page's entries begin in `positions`, and last where the local rows begin
+    local: torch.Tensor  # flat index of each local entry in [B * L]
+    hidden: torch.Tensor  # [n, K], entries that select nothing
+
+
+def _tiles(selected: torch.Tensor, n_local: int, width: int, view: PagedView) -> Iterator[tuple[slice, _Plan]]:
+    """Tiles of the B * S queries whose gathered rows stay under the bound."""
+    n_rows, n_queries, top_k = selected.shape
+    flat = selected.flatten(0, 1)
+    size = max(1, MAX_GATHERED_ELEMENTS // (top_k * width))
+    bounds = torch.tensor([*range(0, view.limit, view.page_tokens), view.limit], device=selected.device)
+    for start in range(0, n_rows * n_queries, size):
+        tile = slice(start, min(start + size, n_rows * n_queries))
+        positions, order = flat[tile].flatten().sort()
+        edges = torch.searchsorted(positions, bounds).tolist()
+        first = edges[-1]
+        batch = (start + order[first:] // top_k) // n_queries
+        local = batch * n_local + positions[first:] - view.limit
+        yield tile, _Plan(positions, order, edges, local, flat[tile] == NOT_SELECTED)
+
+
+def _gather(
+    plan: _Plan, latent: torch.Tensor, key_rope: torch.Tensor, view: PagedView, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows [n, K, R + Dr]; zeros where nothing is selected."""
+    rank, width = latent.shape[-1], latent.shape[-1] + key_rope.shape[-1]
+    rows = torch.zeros(len(plan.order), width, dtype=dtype, device=latent.device)
+    for page, (begin, end) in _hit_pages(plan):
+        within = plan.positions[begin:end] - page * view.page_tokens
+        values = view.values(page)
+        found = torch.cat([values["latent"][within], values["k_rope"][within]], -1)
+        rows[plan.order[begin:end]] = found.to(dtype)
+    local = plan.order[plan.edges[-1] :]
+    rows[local, :rank] = latent.flatten(0, 1)[plan.local].to(dtype)
+    rows[local, rank:] = key_rope.flatten(0, 1)[plan.local].to(dtype)
+    return rows.view(*plan.hidden.shape, width)
+
+
+def _scatter(
+    plan: _Plan,
+    d_rows: torch.Tensor,
+    d_latent: torch.Tensor,
+    d_rope: torch.Tensor,
+    view: PagedView,
+    of_page: Callable[[int], Tensors | None] | None,
+) -> None:
+    """Add gradients of the gathered rows to those of the local rows and to the accumulators of the pages."""
+    rank = d_latent.shape[-1]
+    flat = d_rows.flatten(0, 1)
+    if of_page is not None:
+        for page, (begin, end) in _hit_pages(plan):
+            sums = of_page(page)
+            assert sums is not None, "latents are differentiable"
+            within = plan.positions[begin:end] - page * view.page_tokens
+            found = flat[plan.order[begin:end]]
+            sums["latent"].index_add_(0, within, found[:, :rank])
+            sums["k_rope"].index_add_(0, within, found[:, rank:])
+    local = plan.order[plan.edges[-1] :]
+    d_latent.flatten(0, 1).index_add_(0, plan.local, flat[local, :rank])
+    d_rope.flatten(0, 1).index_add_(0, plan.local, flat[local, rank:])
+
+
+def _hit_pages(plan: _Plan) -> Iterator[tuple[int, tuple[int, int]]]:
+    for page, span in enumerate(zip(plan.edges[:-1], plan.edges[1:], strict=True)):
+        if span[0] < span[1]:
+            yield page, span

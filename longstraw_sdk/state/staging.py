@@ -1,0 +1,101 @@
+"""Staging: pages that live in host memory visit the compute device one layer at a time.
+
+While one layer computes, the next one's pages are on their way. The layer after that is asked for in the direction in
+which layers were last visited, so that the same object serves forwards and backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+PageTensors = list[dict[str, torch.Tensor]]
+"""One dict of component tensors per page."""
+
+
+class Link(Protocol):
+    """Moves pages to the compute device."""
+
+    def start(self, layer: int, pages: PageTensors) -> Callable[[], PageTensors]:
+        """Begin to copy; the function that is returned waits for the copies and hands them out."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where pages live, and the link over which they visit the compute device if they live elsewhere."""
+
+    device: torch.device
+    link: Link | None = None
+
+
+class CudaLink:
+    """Copies from pinned host memory on a stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, layer: int, pages: PageTensors) -> Callable[[], PageTensors]:
+        with torch.cuda.stream(self._stream):
+            copies = [{name: t.to(self.device, non_blocking=True) for name, t in page.items()} for page in pages]
+        done = self._stream.record_event()
+
+        def wait() -> PageTensors:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(done)
+            for page in copies:
+                for tensor in page.values():
+                    tensor.record_stream(current)
+            return copies
+
+        return wait
+
+
+class Stager:
+    """Holds the copies of at most two layers: the one that computes and the next.
+
+    Args:
+        link: what copies.
+        device: the compute device.
+        layers: layers that have pages, in the order in which a forward visits them.
+        pages_of: the host pages of all state kinds of a layer, in a fixed order.
+    """
+
+    def __init__(
+        self, link: Link, device: torch.device, layers: Sequence[int], pages_of: Callable[[int], list[PageTensors]]
+    ):
+        self.device = device
+        self._link = link
+        self._layers = list(layers)
+        self._pages_of = pages_of
+        self._waiting: dict[int, list[Callable[[], PageTensors]]] = {}
+        self._ready: dict[int, list[PageTensors]] = {}
+        self._last = -1
+        self._step = 1
+
+    def fetch(self, layer: int) -> list[PageTensors]:
+        """The staged pages of every state kind of `layer`; starts the copies of the next layer."""
+        place = self._layers.index(layer)
+        if layer not in self._ready:
+            if layer not in self._waiting:
+                self._start(layer)
+            staged = [wait() for wait in self._waiting.pop(layer)]
+            self._ready = {layer: staged}
+            if self._last >= 0:
+                self._step = 1 if place > self._last else -1
+            self._last = place
+            following = place + self._step
+            self._waiting = {}
+            if 0 <= following < len(self._layers):
+                self._start(self._layers[following])
+        return self._ready[layer]
+
+    def _start(self, layer: int) -> None:
+        self._waiting[layer] = [self._link.start(layer, pages) for pages in self._pages_of(layer)]
+
+    def drop(self) -> None:
+        """Forget all copies: the host pages changed, or are gone."""
+        self._waiting, self._ready, self._last, self._step = {}, {}, -1, 1

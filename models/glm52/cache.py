@@ -1,0 +1,100 @@
+"""The cache that shows resident latents and indexer keys to one forward, or to one generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from longstraw_sdk.adapter import StateView
+from longstraw_sdk.errors import LifecycleError
+from longstraw_sdk.hf.cache import ResidentCache
+from longstraw_sdk.state import PagedView, StateKey
+
+from .tape import TapePass
+
+
+class LatentLayer(CacheLayerMixin):
+    """Resident latents, and indexer keys where the layer selects for itself. Updates are functional.
+
+    `keep_rows` is for generation: what rows decode is kept per row.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+    is_croppable = False
+
+    def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
+        super().__init__()
+        self.latent_key: StateKey = (layer, "mla_latent")
+        self.indexer_key: StateKey = (layer, "indexer_key")
+        self.latents = PagedView(view.state.paged[self.latent_key], view.n_tokens, view.accumulate)
+        indexer_keys = view.state.paged.get(self.indexer_key)
+        self.index = None if indexer_keys is None else PagedView(indexer_keys, view.n_tokens, accumulate=False)
+        self.keep_rows = keep_rows
+        self.rows: dict[str, torch.Tensor] = {}
+        self.produced: dict[StateKey, dict[str, torch.Tensor]] = {}
+        self.sealed = False
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any) -> None:
+        pass
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise LifecycleError("a resident state of latents was given to a model whose attention is not bound")
+
+    def append(self, key: StateKey, /, **new: torch.Tensor) -> list[torch.Tensor]:
+        """Everything behind the prefix, new rows included: tensors [B, L, *] in the order given."""
+        if not self.sealed:
+            self.produced[key] = new
+        if not self.keep_rows:
+            return list(new.values())
+        for name, rows in new.items():
+            self.rows[name] = torch.cat([self.rows[name], rows], 1) if name in self.rows else rows
+        return [self.rows[name] for name in new]
+
+    def index_tiles(self, local: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Indexer keys on the grid of pages: (first position, [T, D] or [B, T, D]). `local` [B, L, D] comes last.
+
+        A tile always spans a whole page, padded with zeros behind the last key, because the bits of a score depend on
+        the shape of the product that it comes from. Causality hides the padding.
+        """
+        assert self.index is not None, "only layers with an indexer ask"
+        size, limit = self.index.page_tokens, self.index.limit
+        n_whole = limit // size
+        for page in range(n_whole):
+            yield page * size, self.index.values(page)["key"]
+        rest = local
+        if limit % size:
+            tail = self.index.values(n_whole)["key"].to(local.dtype)
+            rest = torch.cat([tail.expand(len(local), -1, -1), local], 1)
+        rest = torch.nn.functional.pad(rest, (0, 0, 0, -rest.shape[1] % size))
+        for start in range(0, rest.shape[1], size):
+            yield n_whole * size + start, rest[:, start : start + size]
+
+    def get_seq_length(self) -> int:
+        return self.latents.limit + (self.rows["latent"].shape[1] if "latent" in self.rows else 0)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+class LatentCache(ResidentCache):
+    """`ResidentCache` of latent layers that knows its place on the decision tape.
+
+    Args:
+        end_keys: per row, the chain key of the tokens before the next forward.
+    """
+
+    def __init__(self, layers: Sequence[LatentLayer], end_keys: list[int]):
+        super().__init__(layers)
+        self.end_keys = end_keys
+        self.tape_pass: TapePass | None = None
+
+    def begin(self, tape_pass: TapePass) -> None:
+        self.tape_pass, self.end_keys = tape_pass, tape_pass.end_keys

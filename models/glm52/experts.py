@@ -1,0 +1,123 @@
+"""LoRA on experts and MLPs as two thin products, where PEFT would build `W + B @ A` for every expert.
+
+PEFT adapts parameters of stacked experts by wrapping them, and merges on the fly: 12.9 GB of gate-up weights per layer
+at the released geometry, and in bfloat16 the sum rounds about half of a small `B @ A` away. Here each expert's rows get
+`x @ W.T + scale * (x @ A.T) @ B.T`. Dense and shared MLPs are wrapped in the same way (PEFT rewrites their names in
+`target_modules` into expert parameters and so leaves them out) and are served by the same product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExperts
+
+Factors = list[tuple[float, torch.Tensor, torch.Tensor]]
+"""(scale, A [E, r, in], B [E, out, r]) of each active adapter; E is 1 for a linear."""
+
+
+class FactoredLinear(ParamWrapper):
+    """`ParamWrapper` of the weight of an `nn.Linear`."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.merged:
+            return super().forward(x, *args, **kwargs)
+        return _add_lora(self.base_layer(x), x, _factors(self), 0)
+
+
+class FactoredExperts(ParamWrapper):
+    """The outermost of the `ParamWrapper`s around `GlmMoeDsaExperts`."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wrappers = list(_chain(self))
+        if any(wrapper.merged for wrapper in wrappers):
+            return super().forward(x, *args, **kwargs)
+        factors = {wrapper.parameter_name: _factors(wrapper) for wrapper in wrappers}
+        return experts_forward(factors, self.get_base_layer(), x, *args, **kwargs)
+
+
+def experts_forward(
+    factors: dict[str, Factors],
+    experts: GlmMoeDsaExperts,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Weighted sum [N, H] of the chosen experts of each token, with LoRA `factors` per parameter name.
+
+    Rows are sorted by expert and summed per token in a fixed order, so that the result does not depend on which other
+    tokens there are.
+
+    Args:
+        hidden: [N, H].
+        top_k_index, top_k_weights: [N, k].
+    """
+    n_tokens, top_k = top_k_index.shape
+    order = top_k_index.flatten().argsort(stable=True)
+    counts = top_k_index.flatten().bincount(minlength=experts.num_experts).tolist()
+    outputs = []
+    for expert, rows in enumerate(hidden[order // top_k].split(counts)):
+        if not len(rows):
+            continue
+        gate_up = nn.functional.linear(rows, experts.gate_up_proj[expert])
+        gate, up = _add_lora(gate_up, rows, factors.get("gate_up_proj", []), expert).chunk(2, -1)
+        inner = experts.act_fn(gate) * up
+        down = nn.functional.linear(inner, experts.down_proj[expert])
+        outputs.append(_add_lora(down, inner, factors.get("down_proj", []), expert))
+    by_token = torch.cat(outputs)[order.argsort()].view(n_tokens, top_k, -1)
+    return (by_token * top_k_weights[..., None]).to(hidden.dtype).sum(1)
+
+
+def _add_lora(out: torch.Tensor, x: torch.Tensor, factors: Factors, expert: int) -> torch.Tensor:
+    for scale, a, b in factors:
+        out = out + (scale * (x.to(a.dtype) @ a[expert].T) @ b[expert].T).to(out.dtype)
+    return out
+
+
+def _factors(wrapper: ParamWrapper) -> Factors:
+    if wrapper.disable_adapters:
+        return []
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    n_experts = wrapper.num_experts
+    return [
+        (
+            wrapper.scaling[name],
+            wrapper.lora_A[name].weight.unflatten(0, (n_experts, -1)),
+            wrapper.lora_B[name].weight.unflatten(1, (-1, n_experts)).permute(2, 0, 1),
+        )
+        for name in names
+    ]
+
+
+def _chain(wrapper: nn.Module) -> Iterator[ParamWrapper]:
+    while isinstance(wrapper, ParamWrapper):
+        yield wrapper
+        wrapper = wrapper.base_layer
+
+
+def swap_experts(model: nn.Module) -> Callable[[], None]:
+    """Factor the LoRA of every wrapped expert and MLP of `model`; returns the function that puts PEFT's class back."""
+    inner = {id(module.base_layer) for module in model.modules() if type(module) is ParamWrapper}
+    swapped: list[Any] = []
+    candidates: list[Any] = list(model.modules())
+    for module in candidates:
+        if type(module) is not ParamWrapper or id(module) in inner:
+            continue
+        base = module.get_base_layer()
+        if isinstance(base, GlmMoeDsaExperts):
+            module.__class__ = FactoredExperts
+        elif type(base) is nn.Linear and module.parameter_name == "weight":
+            module.__class__ = FactoredLinear
+        else:
+            continue
+        swapped.append(module)
+
+    def restore() -> None:
+        for module in swapped:
+            module.__class__ = ParamWrapper
+
+    return restore
