@@ -68,11 +68,13 @@ class ResidentStateAdapter(ABC):
         model_types: `config.model_type` values that the adapter is made for.
         lora_targets: names of the linears that `lora_config` covers: all of them, in every layer kind.
         lora_parameter_targets: names of parameters that it covers beside them, as stacked experts.
+        no_gradient: names of modules whose output has no gradient, so that LoRA on their linears would learn nothing.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     lora_targets: ClassVar[tuple[str, ...]] = ()
     lora_parameter_targets: ClassVar[tuple[str, ...]] = ()
+    no_gradient: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def validate(self, model: CausalLM) -> None:

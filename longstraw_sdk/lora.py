@@ -6,7 +6,7 @@ PEFT is recognised by the shape of its layers (`lora_A`, `enable_adapters`), so 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,21 +124,44 @@ class LoRACoverage:
         return "\n".join(lines)
 
 
-def lora_coverage(model: CausalLM, layer_kinds: Mapping[int, str]) -> LoRACoverage:
-    """Coverage of the linears in `model`'s decoder layers, whose kinds (as "recurrent") are given by layer index."""
+def lora_coverage(model: CausalLM, layer_kinds: Mapping[int, str], no_gradient: Sequence[str] = ()) -> LoRACoverage:
+    """Coverage of the linears and stacked experts in `model`'s decoder layers.
+
+    Args:
+        layer_kinds: what each layer index is called, as "recurrent".
+        no_gradient: names of modules to leave out.
+    """
     counts: dict[tuple[str, str], list[int]] = {}
-    for name, module in model.named_modules():
+    for name, wrapper in _adaptable(model):
         place = _IN_LAYER.fullmatch(name)
-        if place is None or not isinstance(module, nn.Linear) or ".lora_" in name:
+        if place is None or set(no_gradient) & set(name.split(".")):
             continue
-        wrapper = model.get_submodule(name.removesuffix(".base_layer"))
-        trainable = sum(p.numel() for n, p in wrapper.named_parameters() if n.startswith("lora_") and p.requires_grad)
-        kind = layer_kinds.get(int(place["layer"]), "other")
-        entry = counts.setdefault((kind, place["linear"].removesuffix(".base_layer")), [0, 0, 0])
+        own = [] if wrapper is None else [p for n, p in wrapper.named_parameters() if n.startswith("lora_")]
+        trainable = sum(p.numel() for p in own if p.requires_grad)
+        entry = counts.setdefault((layer_kinds.get(int(place["layer"]), "other"), place["linear"]), [0, 0, 0])
         entry[0] += 1
         entry[1] += bool(trainable)
         entry[2] += trainable
     return LoRACoverage(tuple(CoverageRow(kind, name, *entry) for (kind, name), entry in counts.items()))
+
+
+def _adaptable(model: CausalLM) -> Iterator[tuple[str, Any]]:
+    """Every linear and stacked expert: its name without PEFT's wrappers, and the wrapper that carries its LoRA."""
+    for path, module in model.named_modules():
+        if ".lora_" in path:
+            continue
+        name = path
+        wrappers = {}
+        while name.endswith(".base_layer"):
+            name = name.removesuffix(".base_layer")
+            wrapper = model.get_submodule(name)
+            wrappers[getattr(wrapper, "parameter_name", "weight")] = wrapper
+        if isinstance(module, nn.Linear):
+            yield name, wrappers.get("weight")
+        elif hasattr(module, "num_experts"):
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3 and "lora_" not in parameter_name:
+                    yield f"{name}.{parameter_name}", wrappers.get(parameter_name)
 
 
 def model_device(model: CausalLM) -> torch.device:

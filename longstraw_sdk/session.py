@@ -168,7 +168,10 @@ class LongStrawSession:
     def coverage(self) -> LoRACoverage:
         """Which linears of each layer kind carry trainable LoRA."""
         bound = self._core.bound
-        return lora_coverage(bound.base, {spec.layer: spec.kind for spec in bound.specs})
+        kinds: dict[int, str] = {}
+        for spec in bound.specs:
+            kinds.setdefault(spec.layer, spec.kind)
+        return lora_coverage(bound.base, kinds, bound.adapter.no_gradient)
 
     def close(self) -> None:
         """Release every prefix without sweeping and unbind the model. Doing so twice is allowed."""

@@ -584,3 +584,82 @@ def test_dropout_and_other_layer_types_are_refused():
     base.config.layer_types = ["full_attention"] * N_LAYERS
     with pytest.raises(UnsupportedModelError, match="layer types full_attention are not served"):
         GLM52Adapter().validate(base)
+
+
+# --- Small deltas in bfloat16, LoRA that cannot be served, coverage ---
+
+
+def experts_with_a_small_delta(name, ratio):
+    """Base weights of size 1/sqrt(in) and LoRA on `name` alone, |BA| / |W| = `ratio`."""
+    model = tiny_model("glm52", n_layers=6, hidden_size=128, moe_intermediate_size=64)
+    module = base_model_of(model).model.layers[3].mlp.experts
+    experts = module.get_base_layer()
+    with torch.no_grad():
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.copy_((weight / weight.std() * weight.shape[-1] ** -0.5).bfloat16())
+        for wrapper in (module, module.base_layer):
+            size = wrapper.get_delta_weight("default").norm() / wrapper.get_param().norm()
+            wrapper.lora_B["default"].weight.mul_(ratio / size if wrapper.parameter_name == name else 0.0)
+    return model, module
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@torch.no_grad()
+def test_factored_experts_keep_a_delta_that_bfloat16_weights_would_lose(name):
+    model, module = experts_with_a_small_delta(name, 1e-3)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 128, generator=generator).bfloat16()
+    chosen = torch.rand(4096, 8, generator=generator).topk(2).indices
+    weights = torch.rand(4096, 2, generator=generator)
+
+    def delta_of(subject, rows, gates):
+        experts = base_model_of(subject).model.layers[3].mlp.experts
+        with_lora = experts(rows, chosen, gates)
+        with subject.disable_adapter():
+            return (with_lora - experts(rows, chosen, gates)).double()
+
+    wanted = delta_of(copy.deepcopy(model).double(), x.double(), weights.double())
+    for parameter in module.get_base_layer().parameters():
+        parameter.data = parameter.data.bfloat16()  # LoRA stays in float32, as PEFT keeps it
+
+    def slope(found):
+        return float((found * wanted).sum() / wanted.square().sum())
+
+    assert slope(delta_of(model, x, weights)) < 0.8, "control: PEFT adds the delta to bfloat16 weights"
+    with LongStrawSession(model, probe=False):
+        assert slope(delta_of(model, x, weights)) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_bias_of_lora_on_kv_b_proj_is_refused():
+    base = base_model_of(tiny_model("glm52", n_layers=2)).__class__(tiny_model("glm52", n_layers=2).config)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["kv_b_proj"], lora_bias=True))
+    with pytest.raises(ConfigurationError, match="lora_bias=True"):
+        LongStrawSession(model)
+
+
+def test_lora_on_a_router_is_refused():
+    base = base_model_of(tiny_model("glm52", n_layers=3)).__class__(tiny_model("glm52", n_layers=3).config)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["o_proj"], target_parameters=["gate.weight"]))
+    with pytest.raises(UnsupportedModelError, match=r"router.*gate\.weight"):
+        LongStrawSession(model)
+
+
+def test_mixed_adapter_batches_are_refused_as_peft_does():
+    model = tiny_model("glm52", n_layers=3)
+    with LongStrawSession(model, probe=False):
+        for module in model.modules():
+            if isinstance(module, FactoredLinear | FactoredExperts):
+                with pytest.raises(ValueError, match="mixed"):
+                    module(torch.zeros(2, 32), adapter_names=["__base__", "default"])
+
+
+def test_coverage_counts_experts_and_leaves_out_what_has_no_gradient(caplog):
+    model = tiny_model("glm52", n_layers=6)
+    with LongStrawSession(model, probe=False) as session:
+        coverage = session.coverage()
+    assert not coverage.missing and not [r for r in caplog.records if "LoRA is missing" in r.message]
+    assert {row.layer_kind for row in coverage.rows} == {"mla_latent"}
+    rows = {row.linear: row for row in coverage.rows}
+    assert (rows["mlp.experts.gate_up_proj"].n_with_lora, rows["mlp.gate_proj"].n_with_lora) == (4, 2)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(row.n_trainable_parameters for row in coverage.rows) == trainable

@@ -339,3 +339,13 @@ def test_frozen_training_equals_live_training_of_response_only_lora(tmp_path):
         ends.append(trl_setup.lora(trainer.model) - start)
     assert ends[0].norm() > 0
     assert relative_l2(ends[0], ends[1]) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "glm52"])
+def test_mixed_precision_training_runs_the_operators_in_their_own_dtypes(tmp_path, architecture):
+    """The sweep's backward runs inside the trainer's autocast."""
+    model = tiny_model(architecture, n_layers=3)
+    trainer = trl_setup.our_trainer(tmp_path, model=model, bf16=True, max_steps=2)
+    before = trl_setup.lora(trainer.model).clone()
+    trainer.train()
+    assert (trl_setup.lora(trainer.model) - before).norm() > 0

@@ -8,6 +8,8 @@ import torch
 import trl_setup
 
 from longstraw_sdk.evidence.parity import relative_l2
+from longstraw_sdk.evidence.tiny import tiny_model
+from longstraw_sdk.models.glm52 import GLM52Adapter
 
 TOLERANCE = 1e-5
 
@@ -55,13 +57,13 @@ def run_steps(trainer, micro_batches, n_steps=2):
     return losses, gradients
 
 
-def compare(tmp_path, micro_batches, ours_only=None, **options):
+def compare(tmp_path, micro_batches, ours_only=None, architecture="qwen36", **options):
     options = {"num_generations": 3, "per_device_train_batch_size": 6, **options}
     options.setdefault("gradient_accumulation_steps", len(micro_batches))
     options.setdefault("steps_per_generation", len(micro_batches))
-    stock = run_steps(trl_setup.stock_trainer(tmp_path / "stock", **options), micro_batches)
-    ours = run_steps(trl_setup.our_trainer(tmp_path / "ours", **options, **(ours_only or {})), micro_batches)
-    return stock, ours
+    theirs = trl_setup.stock_trainer(tmp_path / "stock", model=tiny_model(architecture), **options)
+    ours = trl_setup.our_trainer(tmp_path / "ours", model=tiny_model(architecture), **options, **(ours_only or {}))
+    return run_steps(theirs, micro_batches), run_steps(ours, micro_batches)
 
 
 VARIANTS = {
@@ -88,6 +90,16 @@ def test_gradients_equal_trl_over_two_steps(tmp_path, options):
     (stock_losses, stock), (our_losses, ours) = compare(tmp_path, [fixed_batch()], **options)
     for wanted, found in zip(stock, ours, strict=True):
         assert wanted.norm() > 0
+        assert relative_l2(found, wanted) <= TOLERANCE
+    assert our_losses == pytest.approx(stock_losses, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "dapo", "beta": 0.1}, {"loss_type": "grpo", "temperature": 0.7}])
+def test_gradients_of_sparse_experts_equal_trl(tmp_path, options):
+    (stock_losses, stock), (our_losses, ours) = compare(
+        tmp_path, [fixed_batch()], {"adapter": GLM52Adapter(tape="off")}, architecture="glm52", **options
+    )
+    for wanted, found in zip(stock, ours, strict=True):
         assert relative_l2(found, wanted) <= TOLERANCE
     assert our_losses == pytest.approx(stock_losses, rel=1e-4, abs=1e-6)
 
@@ -130,6 +142,7 @@ def test_control_a_dropped_row_is_noticed(tmp_path):
 
 RUNS = {
     "on-policy": {},
+    "glm52": {"architecture": "glm52"},
     "beta": {"beta": 0.1},
     "one-micro-batch": {"gradient_accumulation_steps": 1},
     "two-iterations": {"num_iterations": 2, "gradient_accumulation_steps": 1},
@@ -145,8 +158,10 @@ RUNS = {
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS.keys())
 def test_training_gives_the_same_rewards_and_adapter(tmp_path, options):
     ends, starts, histories = [], [], []
+    options = dict(options)
+    architecture = options.pop("architecture", "qwen36")
     for make, name in ((trl_setup.stock_trainer, "stock"), (trl_setup.our_trainer, "ours")):
-        trainer = make(tmp_path / name, **options)
+        trainer = make(tmp_path / name, model=tiny_model(architecture), **options)
         starts.append(trl_setup.lora(trainer.model).clone())
         trainer.train()
         ends.append(trl_setup.lora(trainer.model).clone())

@@ -98,7 +98,7 @@ def _reward_curve(result: DemoResult) -> Figure:
             color=_INK,
         )
     axes.set_ylim(0, 1.08)
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
     return figure
 
 

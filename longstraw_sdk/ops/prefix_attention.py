@@ -14,6 +14,7 @@ import torch
 
 from ..state.resident import PagedView
 from ..types import accumulation_dtype
+from .autocast import without_autocast
 
 MAX_TILE_ELEMENTS = 2**24
 """Bound on the scores held at once (64 MiB in float32); more queries are tiled. 2**22 to 2**26 ran alike on a CPU."""
@@ -39,6 +40,7 @@ def prefix_attention(
 
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: PagedView | None, scale: float
     ) -> torch.Tensor:
@@ -75,6 +77,7 @@ class _PrefixAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
         view, scale = ctx.view, ctx.scale

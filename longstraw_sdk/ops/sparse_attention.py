@@ -16,6 +16,7 @@ import torch
 
 from ..state.resident import PagedView, Tensors
 from ..types import accumulation_dtype
+from .autocast import without_autocast
 from .sparse_selection import NOT_SELECTED
 
 MAX_GATHERED_ELEMENTS = 2**24
@@ -48,6 +49,7 @@ def sparse_latent_attention(
 
 class _SparseLatentAttention(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         query: torch.Tensor,
@@ -70,6 +72,7 @@ class _SparseLatentAttention(torch.autograd.Function):
         return out.view(*query.shape[:-1], rank)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         query, latent, key_rope, selected, out, lse = ctx.saved_tensors
         view, scale = ctx.view, ctx.scale

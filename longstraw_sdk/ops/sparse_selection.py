@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import NumericsError
+from .autocast import without_autocast
 
 MAX_TILE_ELEMENTS = 2**22
 """Bound on the per-head scores held at once (16 MiB in float32); more queries are tiled."""
@@ -22,6 +23,7 @@ _MAX_POSITION = 2**32 - 1
 _FLOAT32 = torch.zeros((), dtype=torch.float32)
 
 
+@without_autocast
 def select_top_k(
     query: torch.Tensor,
     weights: torch.Tensor,
@@ -40,8 +42,8 @@ def select_top_k(
         query: [B, S, H, D].
         weights: [B, S, H].
         query_positions: LongTensor [S], the absolute position of each query.
-        tiles: (position of the first key, keys [T, D] or [B, T, D]); keys with one batch entry serve all rows. Tiles
-            with the same bounds give the same bits whatever else changes, so keep their bounds on a fixed grid.
+        tiles: (position of the first key, keys [T, D] or [B, T, D]); keys with one batch entry serve all rows. Keep
+            their bounds on a fixed grid: a score's last bits depend on the shape of the product it comes from.
         top_k: keys per query.
         scale: factor on the products.
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
 
 from longstraw_sdk.adapter import StateView
 from longstraw_sdk.hf import TransformersAdapter
@@ -49,6 +50,7 @@ class GLM52Adapter(TransformersAdapter):
         "experts.gate_up_proj",
         "experts.down_proj",
     )
+    no_gradient: ClassVar[tuple[str, ...]] = ("indexer",)
     # A dict in place of the mask keeps transformers from building one of [S, T].
     forward_options: ClassVar[dict[str, Any]] = {"attention_mask": {"indexed_attention": None}}
 
@@ -66,6 +68,8 @@ class GLM52Adapter(TransformersAdapter):
                 f"config.indexer_types={kinds} is not one of 'full' or 'shared' per layer, starting with 'full': a "
                 "shared layer reuses the selection of the last full one"
             )
+        if any(isinstance(getattr(m, "base_layer", None), GlmMoeDsaTopkRouter) for m in model.modules()):
+            problems.append("LoRA is on a router, whose choice has no gradient; leave gate.weight out of the targets")
         return problems
 
     def install(self, model: CausalLM) -> Callable[[], None]:

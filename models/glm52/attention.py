@@ -122,16 +122,18 @@ def _absorbed(attention: GlmMoeDsaAttention) -> tuple[torch.Tensor, torch.Tensor
     """`kv_b_proj` as the key half [H, Dn, R] and the value half [H, Dv, R] of its weight, and its LoRA factors."""
     linear = attention.kv_b_proj
     base = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
+    if base is not linear and linear.disable_adapters and linear.merged:
+        linear.unmerge()  # as its own forward does
     heads = (attention.num_heads, attention.qk_nope_head_dim + attention.v_head_dim, -1)
     w_key, w_value = _weight(base).view(heads).split([attention.qk_nope_head_dim, attention.v_head_dim], 1)
     if base is linear or linear.disable_adapters or linear.merged:
         return w_key, w_value, []
     names = [name for name in linear.active_adapters if name in linear.lora_A]
     for name in names:
-        if name in linear.lora_variant:
+        if name in linear.lora_variant or linear.lora_bias[name]:
             raise ConfigurationError(
-                f"adapter {name!r} is not plain LoRA on kv_b_proj (DoRA or another variant), which cannot be absorbed "
-                "into the queries exactly; use plain LoRA there"
+                f"adapter {name!r} is not plain LoRA on kv_b_proj (DoRA or another variant, or lora_bias=True), which "
+                "cannot be absorbed into the queries exactly; use plain LoRA there"
             )
     return (
         w_key,

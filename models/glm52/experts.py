@@ -16,23 +16,25 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExperts
 
-Factors = list[tuple[float, torch.Tensor, torch.Tensor]]
-"""(scale, A [E, r, in], B [E, out, r]) of each active adapter; E is 1 for a linear."""
+Factors = list[tuple[float, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
+"""(scale, A [r, in] per expert, B [out, r] per expert) of each active adapter; a linear counts as one expert."""
 
 
 class FactoredLinear(ParamWrapper):
     """`ParamWrapper` of the weight of an `nn.Linear`."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._check_forward_args(x, *args, **kwargs)
         if self.merged:
             return super().forward(x, *args, **kwargs)
-        return _add_lora(self.base_layer(x), x, _factors(self), 0)
+        return _add_lora(self.base_layer(x), x, _factors(self), 0).to(x.dtype)
 
 
 class FactoredExperts(ParamWrapper):
     """The outermost of the `ParamWrapper`s around `GlmMoeDsaExperts`."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._check_forward_args(x, *args, **kwargs)
         wrappers = list(_chain(self))
         if any(wrapper.merged for wrapper in wrappers):
             return super().forward(x, *args, **kwargs)
@@ -50,7 +52,7 @@ def experts_forward(
     """Weighted sum [N, H] of the chosen experts of each token, with LoRA `factors` per parameter name.
 
     Rows are sorted by expert and summed per token in a fixed order, so that the result does not depend on which other
-    tokens there are.
+    tokens there are. LoRA's part keeps its own dtype (float32 under bfloat16 weights) up to the sum over experts.
 
     Args:
         hidden: [N, H].
@@ -66,15 +68,15 @@ def experts_forward(
         gate_up = nn.functional.linear(rows, experts.gate_up_proj[expert])
         gate, up = _add_lora(gate_up, rows, factors.get("gate_up_proj", []), expert).chunk(2, -1)
         inner = experts.act_fn(gate) * up
-        down = nn.functional.linear(inner, experts.down_proj[expert])
+        down = nn.functional.linear(inner.to(hidden.dtype), experts.down_proj[expert])
         outputs.append(_add_lora(down, inner, factors.get("down_proj", []), expert))
     by_token = torch.cat(outputs)[order.argsort()].view(n_tokens, top_k, -1)
-    return (by_token * top_k_weights[..., None]).to(hidden.dtype).sum(1)
+    return (by_token * top_k_weights[..., None]).sum(1).to(hidden.dtype)
 
 
 def _add_lora(out: torch.Tensor, x: torch.Tensor, factors: Factors, expert: int) -> torch.Tensor:
     for scale, a, b in factors:
-        out = out + (scale * (x.to(a.dtype) @ a[expert].T) @ b[expert].T).to(out.dtype)
+        out = out + scale * (x.to(a[expert].dtype) @ a[expert].T) @ b[expert].T
     return out
 
 
@@ -83,11 +85,12 @@ def _factors(wrapper: ParamWrapper) -> Factors:
         return []
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
     n_experts = wrapper.num_experts
+    # Unbound once: indexing one expert at a time gives each a gradient of the size of all.
     return [
         (
             wrapper.scaling[name],
-            wrapper.lora_A[name].weight.unflatten(0, (n_experts, -1)),
-            wrapper.lora_B[name].weight.unflatten(1, (-1, n_experts)).permute(2, 0, 1),
+            wrapper.lora_A[name].weight.unflatten(0, (n_experts, -1)).unbind(0),
+            wrapper.lora_B[name].weight.unflatten(1, (-1, n_experts)).permute(2, 0, 1).unbind(0),
         )
         for name in names
     ]
