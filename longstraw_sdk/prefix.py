@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,14 @@ import torch
 
 from .bound import BoundModel
 from .capture import capture_prefix
-from .errors import ConfigurationError, InputError, LifecycleError, StaleStateError, UseAfterReleaseError
+from .errors import (
+    ConfigurationError,
+    InputError,
+    LifecycleError,
+    StaleStateError,
+    UseAfterReleaseError,
+    WitnessError,
+)
 from .lora import adapter_state, adapters_disabled, weights_fingerprint
 from .replay import pack_rows, replay_rows
 from .sampling import generate_rows, seeded
@@ -171,8 +179,12 @@ class Prefix:
 
         stock = self._core.bound.base.generation_config
         temperature = self._core.temperature if temperature is None else temperature
-        if not temperature >= 0:
-            raise ConfigurationError(f"temperature must be positive, or 0 for greedy decoding, got {temperature}")
+        if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+            raise ConfigurationError(
+                f"temperature must be a positive finite number, or 0 for greedy decoding, got {temperature!r}"
+            )
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
         eos = stock.eos_token_id
         pad = stock.pad_token_id if stock.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
@@ -210,7 +222,14 @@ class Prefix:
         """
         if not self.needs_sweep:
             return 0
-        self._check_usable()
+        try:
+            self._check_usable()
+        except (StaleStateError, WitnessError) as error:
+            error.add_note(
+                "The gradients collected in this prefix can no longer be swept: release() it, discard this step's "
+                "gradients with optimizer.zero_grad() and capture again."
+            )
+            raise
         core = self._core
         core.bound.check_checkpointing()
         with core.stats.timed("sweep", core.bound.device):

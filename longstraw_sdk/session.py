@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import weakref
 from types import TracebackType
 from typing import get_args
@@ -75,8 +76,8 @@ class LongStrawSession:
         _at_least("page_tokens", page_tokens, 1)
         if replay_tokens is not None:
             _at_least("replay_tokens", replay_tokens, 1)
-        if not temperature > 0:
-            raise ConfigurationError(f"temperature must be positive, got {temperature}")
+        if not _is_number(temperature) or not 0 < temperature < math.inf:
+            raise ConfigurationError(f"temperature must be a positive finite number, got {temperature!r}")
         require_trainable_lora(model)
         self.adapter = adapter_for(base_model_of(model)) if adapter is None else adapter
         self.backend: GradientBackend = LocalBackend() if backend is None else backend
@@ -228,6 +229,10 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _placement(state_device: str, model_device: torch.device) -> Placement:

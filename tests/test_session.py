@@ -168,8 +168,10 @@ def test_lora_without_a_trained_tensor_is_refused(model):
         ({"page_tokens": 0}, "page_tokens.*at least 1"),
         ({"page_tokens": True}, "page_tokens must be an integer"),
         ({"replay_tokens": 0}, "replay_tokens.*at least 1"),
-        ({"temperature": 0.0}, "temperature must be positive"),
-        ({"temperature": float("nan")}, "temperature must be positive"),
+        ({"temperature": 0.0}, "temperature must be a positive finite number"),
+        ({"temperature": float("nan")}, "temperature must be a positive finite number"),
+        ({"temperature": float("inf")}, "temperature must be a positive finite number"),
+        ({"temperature": "1"}, "temperature must be a positive finite number, got '1'"),
     ],
     ids=str,
 )
@@ -185,6 +187,8 @@ def test_wrong_option_is_refused_and_leaves_the_model_unbound(model, option, mat
         ({"n_rows": 0}, "n_rows must be at least 1"),
         ({"max_new_tokens": 492}, "max_new_tokens=492 pass.*max_position_embeddings=512"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
     ],
     ids=str,
 )
@@ -313,10 +317,16 @@ def test_refresh_refuses_to_lose_gradients(session):
 def test_sweep_after_a_step_is_refused(model):
     """Gradients collected under the old weights cannot be propagated through the new ones."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    with open_session(model) as session, pytest.raises(StaleStateError):
-        with session.capture(PROMPT) as prefix:
-            prefix.replay(ROW).logps.sum().backward()
-            optimizer.step()
+    with open_session(model) as session:
+        prefix = session.capture(PROMPT)
+        prefix.replay(ROW).logps.sum().backward()
+        optimizer.step()
+        with pytest.raises(StaleStateError) as caught:
+            session.finalize()
+        assert "release() it" in caught.value.__notes__[0]
+        prefix.release()
+        optimizer.zero_grad()
+        assert session.finalize().n_sweeps == 0
 
 
 def test_a_weight_update_that_version_counters_miss_can_be_declared(session):
