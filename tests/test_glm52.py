@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
-from torch.utils._python_dispatch import TorchDispatchMode
+from tensor_sizes import LargestOutput
 from transformers import GenerationConfig, GlmMoeDsaConfig
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
@@ -452,17 +452,6 @@ def test_merged_adapters_are_not_added_twice():
             torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-10, atol=1e-10)
             model.unmerge_adapter()
             torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-10, atol=1e-10)
-
-
-class LargestOutput(TorchDispatchMode):
-    n_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self.n_elements = max(self.n_elements, tensor.numel())
-        return out
 
 
 def test_no_tensor_of_the_size_of_all_experts_is_created():

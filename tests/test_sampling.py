@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from tensor_sizes import LargestOutput
 from transformers import GenerationConfig
 
 from longstraw_sdk import ConfigurationError, LongStrawSession, StaleStateError
@@ -127,17 +127,6 @@ def test_a_seed_leaves_the_global_random_state_alone():
         assert torch.equal(torch.get_rng_state(), before)
         prefix.sample(2, max_new_tokens=3)
         assert not torch.equal(torch.get_rng_state(), before), "control: without a seed it is drawn from"
-
-
-class LargestOutput(TorchDispatchMode):
-    n_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self.n_elements = max(self.n_elements, tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize(("architecture", "n_layers"), MODELS)

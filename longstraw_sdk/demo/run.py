@@ -226,15 +226,15 @@ def _held_out_reward(
     session: LongStrawSession, tokenizer: Any, held_out: Any, config: DemoConfig, progress: Progress, part: str
 ) -> float:
     """Mean reward of `N_ANSWERS` answers per held-out prompt, sampled at temperature 1 from the resident state."""
-    total, n_answers = 0.0, N_ANSWERS
+    total = 0.0
     for i, (text, answer) in enumerate(zip(held_out["prompt"], held_out["answer"], strict=True)):
         prompt = torch.tensor(tokenizer(text)["input_ids"])
         with torch.no_grad(), session.capture(prompt) as prefix:
-            rows = prefix.sample(n_answers, max_new_tokens=config.max_completion_tokens, seed=config.seed + i)
+            rows = prefix.sample(N_ANSWERS, max_new_tokens=config.max_completion_tokens, seed=config.seed + i)
         texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-        total += sum(needle_reward(texts, [answer] * n_answers))
-        progress(part, i + 1, len(held_out), f"mean reward {total / (n_answers * (i + 1)):.2f}")
-    return total / (n_answers * len(held_out))
+        total += sum(needle_reward(texts, [answer] * N_ANSWERS))
+        progress(part, i + 1, len(held_out), f"mean reward {total / (N_ANSWERS * (i + 1)):.2f}")
+    return total / (N_ANSWERS * len(held_out))
 
 
 def _uneven_reward(completions: list[str], **kwargs: Any) -> list[float]:

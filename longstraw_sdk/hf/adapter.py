@@ -25,6 +25,8 @@ class TransformersAdapter(ResidentStateAdapter):
     """
 
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+    latent_attention: ClassVar[bool] = False
+    """Whether the adapter keeps the latents of multi-head latent attention."""
     forward_options: ClassVar[dict[str, Any]] = {}
     """Further arguments of the decoder's forward over a resident state."""
 
@@ -47,7 +49,7 @@ class TransformersAdapter(ResidentStateAdapter):
 
     def find_problems(self, model: CausalLM) -> list[str]:
         """What keeps `model` from being served exactly, one sentence each, with what to do about it."""
-        return find_problems(model, self.layer_types)
+        return find_problems(model, self.layer_types, latent_attention=self.latent_attention)
 
     def validate(self, model: CausalLM) -> None:
         problems = self.find_problems(model)

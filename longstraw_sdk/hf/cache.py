@@ -28,19 +28,15 @@ class ResidentLayer(Protocol):
     """Set when `produced` was taken: from then on updates leave it alone."""
 
 
-class KVLayer(CacheLayerMixin):
-    """One attention layer over resident pages. `keep_rows` is for generation: what rows decode is kept per row."""
+class PagedCacheLayer(CacheLayerMixin):
+    """A layer whose prefix lies on pages. `keep_rows` is for generation: what rows decode is kept per row."""
 
     is_sliding = False
     supports_early_init = False
     is_croppable = False
 
-    def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
+    def __init__(self, *, keep_rows: bool):
         super().__init__()
-        self.key: StateKey = (layer, "kv")
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
-        self.pages = PagedView(view.state.paged[self.key], view.n_tokens, view.accumulate)
         self.keep_rows = keep_rows
         self.produced: dict[StateKey, dict[str, torch.Tensor]] = {}
         self.sealed = False
@@ -48,6 +44,23 @@ class KVLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+class KVLayer(PagedCacheLayer):
+    """One attention layer over resident pages of keys and values."""
+
+    def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
+        super().__init__(keep_rows=keep_rows)
+        self.key: StateKey = (layer, "kv")
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        self.pages = PagedView(view.state.paged[self.key], view.n_tokens, view.accumulate)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
@@ -70,12 +83,6 @@ class KVLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.pages.limit + (0 if self.keys is None else self.keys.shape[2])
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
 
 
 class RecurrentLayer(LinearAttentionLayer):

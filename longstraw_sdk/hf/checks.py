@@ -14,14 +14,21 @@ _CACHE_UPDATE = re.compile(r"\.update\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _HEAD_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling", "final_logit_softcapping")
 
 
-def find_problems(model: nn.Module, supported_layer_types: Sequence[str]) -> list[str]:
-    """Everything that keeps `model` from being served, one sentence each; empty if nothing does."""
+def find_problems(
+    model: nn.Module, supported_layer_types: Sequence[str], *, latent_attention: bool = False
+) -> list[str]:
+    """Everything that keeps `model` from being served, one sentence each; empty if nothing does.
+
+    `latent_attention` says that the adapter keeps latents where the model has them.
+    """
     if not isinstance(model, PreTrainedModel):
         return [f"{type(model).__name__} is not a transformers PreTrainedModel; subclass ResidentStateAdapter for it"]
-    return [*_config_problems(model, supported_layer_types), *_module_problems(model)]
+    return [*_config_problems(model, supported_layer_types, latent_attention), *_module_problems(model)]
 
 
-def _config_problems(model: PreTrainedModel, supported_layer_types: Sequence[str]) -> Iterator[str]:
+def _config_problems(
+    model: PreTrainedModel, supported_layer_types: Sequence[str], latent_attention: bool
+) -> Iterator[str]:
     config = model.config
     if config.get_text_config() is not config or getattr(config, "vision_config", None) is not None:
         yield (
@@ -40,7 +47,7 @@ def _config_problems(model: PreTrainedModel, supported_layer_types: Sequence[str
     window = getattr(config, "sliding_window", None)
     if window and not getattr(config, "layer_types", None):  # as Mistral, whose every layer then slides
         yield f"config.sliding_window={window} limits every layer; set it to None only if the model was trained without"
-    if getattr(config, "kv_lora_rank", None) and "indexed_attention" not in supported_layer_types:
+    if getattr(config, "kv_lora_rank", None) and not latent_attention:
         yield "multi-head latent attention (config.kv_lora_rank) keeps latents, not keys and values; write an adapter"
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models have no shared prompt prefix to keep"

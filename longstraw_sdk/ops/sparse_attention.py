@@ -9,7 +9,6 @@ accumulators.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ class _SparseLatentAttention(torch.autograd.Function):
         delta = (d_out * out).sum(-1)
         d_q = torch.empty_like(q)
         d_latent, d_rope = (torch.zeros(x.shape, dtype=q.dtype, device=x.device) for x in (latent, key_rope))
-        with view.accumulators() if view.accumulate else nullcontext() as of_page:
+        with view.accumulators() as of_page:
             for tile, plan in _tiles(selected, latent.shape[1], q.shape[-1], view):
                 rows = _gather(plan, latent, key_rope, view, q.dtype)
                 scores = torch.einsum("nhw,nkw->nhk", q[tile], rows).masked_fill(plan.hidden[:, None], float("-inf"))

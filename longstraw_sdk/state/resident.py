@@ -7,7 +7,7 @@ accumulators do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,7 +38,6 @@ class PagedLayerState:
         self.device = device
         self.stager: Stager | None = None
         """Set where pages live in host memory: what is read, and gradients that are collected, pass through it."""
-        self.stage_index = 0  # among the state kinds of this layer
         self.n_tokens = 0
         self.pages: list[Page] = []
         self.has_gradient = False
@@ -52,8 +51,6 @@ class PagedLayerState:
             self.components = tuple(replace(c, dtype=rows[c.name].dtype) for c in self.components)
         n_new = rows[self.components[0].name].shape[self.components[0].token_dim + 1]
         done = 0
-        if self.stager is not None:
-            self.stager.drop()
         while done < n_new:
             used = self.n_tokens % self._pool.page_tokens
             if used == 0:
@@ -74,7 +71,7 @@ class PagedLayerState:
         page = self.pages[index]
         whole = {c.name: page.tensor(c.name) for c in self.components}  # a released page raises, staged or not
         if self.stager is not None:
-            whole = self._staged()[index]
+            whole = self.stager.fetch(self.spec.layer)[self.spec.key][index]
         n = min(self.page_tokens, limit - index * self.page_tokens)
         return {c.name: whole[c.name].narrow(c.token_dim, 0, n) for c in self.components}
 
@@ -119,10 +116,6 @@ class PagedLayerState:
 
     def page_tensors(self) -> PageTensors:
         return [{c.name: page.tensor(c.name) for c in self.components} for page in self.pages]
-
-    def _staged(self) -> PageTensors:
-        assert self.stager is not None
-        return self.stager.fetch(self.spec.layer)[self.stage_index]
 
     def cotangents(self, start: int, end: int) -> dict[str, torch.Tensor]:
         """Collected gradients of rows `start` to `end`: name -> [1, *leading, end - start, *trailing]; {} if none."""
@@ -177,8 +170,9 @@ class PagedView(NamedTuple):
     def values(self, index: int) -> Tensors:
         return self.layer_state.values(index, self.limit)
 
-    def accumulators(self) -> AbstractContextManager[Callable[[int], Tensors | None]]:
-        return self.layer_state.accumulators(self.limit)
+    def accumulators(self) -> AbstractContextManager[Callable[[int], Tensors | None] | None]:
+        """Gradients of a page by its index, to add to within the block; None where gradients are not collected."""
+        return self.layer_state.accumulators(self.limit) if self.accumulate else nullcontext()
 
     def blocks(self, *, with_grads: bool = False) -> Iterator[Block]:
         return self.layer_state.blocks(self.limit, with_grads=with_grads and self.accumulate)
@@ -283,18 +277,13 @@ class ResidentState:
             self._stage_through(link)
 
     def _stage_through(self, link: Link) -> None:
-        by_layer: dict[int, list[PagedLayerState]] = {}
+        def pages_of(layer: int) -> dict[StateKey, PageTensors]:
+            return {key: paged.page_tensors() for key, paged in self.paged.items() if key[0] == layer}
+
+        layers = sorted({layer for layer, _ in self.paged})
+        self.stager = Stager(link, self.prefix_ids.device, layers, pages_of)
         for paged in self.paged.values():
-            by_layer.setdefault(paged.spec.layer, []).append(paged)
-        self.stager = Stager(
-            link,
-            self.prefix_ids.device,
-            sorted(by_layer),
-            lambda layer: [paged.page_tensors() for paged in by_layer[layer]],
-        )
-        for members in by_layer.values():
-            for paged in members:
-                paged.stager, paged.stage_index = self.stager, members.index(paged)
+            paged.stager = self.stager
 
     @property
     def n_tokens(self) -> int:
@@ -321,6 +310,8 @@ class ResidentState:
 
     def append_chunk(self, n_tokens: int, produced: Mapping[StateKey, Tensors], *, keep_boundaries: bool) -> None:
         """Store what a chunk of `n_tokens` produced."""
+        if self.stager is not None:
+            self.stager.drop()
         for key, paged in self.paged.items():
             paged.append(produced[key])
         self.bounds.append(self.n_tokens + n_tokens)

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from .specs import StateKey
+
 PageTensors = list[dict[str, torch.Tensor]]
 """One dict of component tensors per page."""
 
@@ -61,29 +63,32 @@ class Stager:
         link: what copies.
         device: the compute device.
         layers: layers that have pages, in the order in which a forward visits them.
-        pages_of: the host pages of all state kinds of a layer, in a fixed order.
+        pages_of: the host pages of every state kind of a layer.
     """
 
     def __init__(
-        self, link: Link, device: torch.device, layers: Sequence[int], pages_of: Callable[[int], list[PageTensors]]
+        self,
+        link: Link,
+        device: torch.device,
+        layers: Sequence[int],
+        pages_of: Callable[[int], dict[StateKey, PageTensors]],
     ):
         self.device = device
         self._link = link
         self._layers = list(layers)
         self._pages_of = pages_of
-        self._waiting: dict[int, list[Callable[[], PageTensors]]] = {}
-        self._ready: dict[int, list[PageTensors]] = {}
+        self._waiting: dict[int, dict[StateKey, Callable[[], PageTensors]]] = {}
+        self._ready: dict[int, dict[StateKey, PageTensors]] = {}
         self._last = -1
         self._step = 1
 
-    def fetch(self, layer: int) -> list[PageTensors]:
+    def fetch(self, layer: int) -> dict[StateKey, PageTensors]:
         """The staged pages of every state kind of `layer`; starts the copies of the next layer."""
         place = self._layers.index(layer)
         if layer not in self._ready:
             if layer not in self._waiting:
                 self._start(layer)
-            staged = [wait() for wait in self._waiting.pop(layer)]
-            self._ready = {layer: staged}
+            self._ready = {layer: {key: wait() for key, wait in self._waiting.pop(layer).items()}}
             if self._last >= 0:
                 self._step = 1 if place > self._last else -1
             self._last = place
@@ -94,7 +99,7 @@ class Stager:
         return self._ready[layer]
 
     def _start(self, layer: int) -> None:
-        self._waiting[layer] = [self._link.start(layer, pages) for pages in self._pages_of(layer)]
+        self._waiting[layer] = {key: self._link.start(layer, pages) for key, pages in self._pages_of(layer).items()}
 
     def drop(self) -> None:
         """Forget all copies: the host pages changed, or are gone."""

@@ -32,6 +32,7 @@ class GLM52Adapter(TransformersAdapter):
 
     model_types: ClassVar[tuple[str, ...]] = ("glm_moe_dsa",)
     layer_types: ClassVar[tuple[str, ...]] = ("indexed_attention",)
+    latent_attention: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q_a_proj",
         "q_b_proj",

@@ -22,6 +22,7 @@ from longstraw_sdk.ops import select_top_k, sparse_latent_attention
 from longstraw_sdk.types import accumulation_dtype
 
 from .cache import LatentCache, LatentLayer
+from .swap import swap_classes
 from .tape import DecisionTape
 
 
@@ -177,13 +178,5 @@ def _out_of_latent(attended: torch.Tensor, weight: torch.Tensor, factors: Factor
 
 def swap_attention(model: nn.Module, tape: DecisionTape) -> Callable[[], None]:
     """Let the attention layers of `model` read resident states; returns the function that puts the stock class back."""
-    layers: list[Any] = [module for module in model.modules() if type(module) is GlmMoeDsaAttention]
-    for layer in layers:
-        layer.__class__, layer.tape = ResidentGlmMoeDsaAttention, tape
-
-    def restore() -> None:
-        for layer in layers:
-            layer.__class__ = GlmMoeDsaAttention
-            del layer.tape
-
-    return restore
+    layers = [module for module in model.modules() if type(module) is GlmMoeDsaAttention]
+    return swap_classes((layer, ResidentGlmMoeDsaAttention, {"tape": tape}) for layer in layers)

@@ -6,41 +6,26 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from longstraw_sdk.adapter import StateView
 from longstraw_sdk.errors import LifecycleError
-from longstraw_sdk.hf.cache import ResidentCache
+from longstraw_sdk.hf.cache import PagedCacheLayer, ResidentCache
 from longstraw_sdk.state import PagedView, StateKey
 
 from .tape import TapePass
 
 
-class LatentLayer(CacheLayerMixin):
-    """Resident latents, and indexer keys where the layer selects for itself. Updates are functional.
-
-    `keep_rows` is for generation: what rows decode is kept per row.
-    """
-
-    is_sliding = False
-    supports_early_init = False
-    is_croppable = False
+class LatentLayer(PagedCacheLayer):
+    """Resident latents, and indexer keys where the layer selects for itself. Updates are functional."""
 
     def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
-        super().__init__()
+        super().__init__(keep_rows=keep_rows)
         self.latent_key: StateKey = (layer, "mla_latent")
         self.indexer_key: StateKey = (layer, "indexer_key")
         self.latents = PagedView(view.state.paged[self.latent_key], view.n_tokens, view.accumulate)
         indexer_keys = view.state.paged.get(self.indexer_key)
         self.index = None if indexer_keys is None else PagedView(indexer_keys, view.n_tokens, accumulate=False)
-        self.keep_rows = keep_rows
         self.rows: dict[str, torch.Tensor] = {}
-        self.produced: dict[StateKey, dict[str, torch.Tensor]] = {}
-        self.sealed = False
-        self.is_initialized = True
-
-    def lazy_initialization(self, *args: Any) -> None:
-        pass
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise LifecycleError("a resident state of latents was given to a model whose attention is not bound")
@@ -76,12 +61,6 @@ class LatentLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.latents.limit + (self.rows["latent"].shape[1] if "latent" in self.rows else 0)
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
 
 
 class LatentCache(ResidentCache):

@@ -16,6 +16,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExperts
 
+from .swap import swap_classes
+
 Factors = list[tuple[float, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
 """(scale, A [r, in] per expert, B [out, r] per expert) of each active adapter; a linear counts as one expert."""
 
@@ -105,22 +107,14 @@ def _chain(wrapper: nn.Module) -> Iterator[ParamWrapper]:
 def swap_experts(model: nn.Module) -> Callable[[], None]:
     """Factor the LoRA of every wrapped expert and MLP of `model`; returns the function that puts PEFT's class back."""
     inner = {id(module.base_layer) for module in model.modules() if type(module) is ParamWrapper}
-    swapped: list[Any] = []
+    swaps: list[tuple[Any, type, dict[str, Any]]] = []
     candidates: list[Any] = list(model.modules())
     for module in candidates:
         if type(module) is not ParamWrapper or id(module) in inner:
             continue
         base = module.get_base_layer()
         if isinstance(base, GlmMoeDsaExperts):
-            module.__class__ = FactoredExperts
+            swaps.append((module, FactoredExperts, {}))
         elif type(base) is nn.Linear and module.parameter_name == "weight":
-            module.__class__ = FactoredLinear
-        else:
-            continue
-        swapped.append(module)
-
-    def restore() -> None:
-        for module in swapped:
-            module.__class__ = ParamWrapper
-
-    return restore
+            swaps.append((module, FactoredLinear, {}))
+    return swap_classes(swaps)

@@ -26,6 +26,8 @@ from longstraw_sdk.ops import NOT_SELECTED
 from longstraw_sdk.state import ResidentState
 from longstraw_sdk.types import CausalLM
 
+from .swap import swap_classes
+
 TapeMode = Literal["off", "record", "replay"]
 _MODES = ("off", "record", "replay")
 _NO_ENTRY = -2
@@ -135,14 +137,14 @@ class DecisionTape:
     def _table(self, name: str, width: int) -> torch.Tensor:
         """int32 [capacity, width], grown to hold every slot; it never gets narrower."""
         table = self._tables.get(name)
-        if table is None or len(table) < len(self._slots) or table.shape[1] < width:
-            n_rows = max(len(self._slots), 0 if table is None else 2 * len(table))
-            grown = torch.full(
-                (n_rows, max(width, 0 if table is None else table.shape[1])), _NO_ENTRY, dtype=torch.int32
-            )
-            if table is not None:
-                grown[: len(table)] = torch.where(table[:, -1:] == _NO_ENTRY, _NO_ENTRY, _padded(table, grown.shape[1]))
-            self._tables[name] = table = grown
+        if table is None:
+            table = torch.full((len(self._slots), width), _NO_ENTRY, dtype=torch.int32)
+        if len(table) < len(self._slots):
+            added = max(len(self._slots) - len(table), len(table))  # doubled, so that growing costs O(1) per token
+            table = nn.functional.pad(table, (0, 0, 0, added), value=_NO_ENTRY)
+        if table.shape[1] < width:
+            table = torch.where(table[:, -1:] == _NO_ENTRY, _NO_ENTRY, _padded(table, width))
+        self._tables[name] = table
         return table
 
 
@@ -175,7 +177,7 @@ class TapedRouter(GlmMoeDsaTopkRouter):
             return logits, weights, own
         slots = self.tape.current.slots
         taken = self.tape.current.decide("experts", self.layer, own.view(*slots.shape, -1)).reshape_as(own)
-        if taken is own or torch.equal(taken, own):
+        if torch.equal(taken, own):
             return logits, weights, own
         weights = logits.sigmoid().gather(1, taken)
         if self.norm_topk_prob:
@@ -202,23 +204,11 @@ class TapedIndexer(GlmMoeDsaIndexer):
 
 def swap_deciders(model: CausalLM, tape: DecisionTape) -> Callable[[], None]:
     """Let routers and stock indexers of `model` ask `tape`; returns the function that puts the stock classes back."""
-    swapped: list[Any] = []
+    swaps: list[tuple[Any, type, dict[str, Any]]] = []
     for layer, decoder in enumerate(model.base_model.layers):
         for module in decoder.modules():
             if type(module) is GlmMoeDsaTopkRouter:
-                module.__class__, module.tape, module.layer = TapedRouter, tape, layer
+                swaps.append((module, TapedRouter, {"tape": tape, "layer": layer}))
             elif type(module) is GlmMoeDsaIndexer:
-                module.__class__, module.tape = TapedIndexer, tape
-            else:
-                continue
-            swapped.append(module)
-
-    def restore() -> None:
-        for module in swapped:
-            stock = GlmMoeDsaTopkRouter if isinstance(module, GlmMoeDsaTopkRouter) else GlmMoeDsaIndexer
-            module.__class__ = stock
-            del module.tape
-            if stock is GlmMoeDsaTopkRouter:
-                del module.layer
-
-    return restore
+                swaps.append((module, TapedIndexer, {"tape": tape}))
+    return swap_classes(swaps)
