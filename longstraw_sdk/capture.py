@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -9,17 +10,22 @@ import torch
 from .adapter import StateView
 from .bound import BoundModel, progress
 from .errors import NumericsError
-from .state import PagePool, Placement, ResidentState
+from .state import PagePool, Placement, RecurrentSpec, ResidentState, StateSpec
 
 
-def chunk_bounds(n_tokens: int, chunk_tokens: int) -> list[int]:
-    """Offsets 0 .. n_tokens of the chunks. A last chunk of one token joins the chunk before it.
+def min_chunk_tokens(specs: Iterable[StateSpec]) -> int:
+    """2 where a layer is recurrent, otherwise 1.
 
     One-token forwards take another kernel in recurrent layers, one whose backward flash-linear-attention does not
-    have. A prefix of a single token is its own chunk: from an empty state even that takes the chunk kernel.
+    have. From an empty state even one token takes the chunk kernel, so a prefix of a single token is its own chunk.
     """
+    return 2 if any(isinstance(spec, RecurrentSpec) for spec in specs) else 1
+
+
+def chunk_bounds(n_tokens: int, chunk_tokens: int, min_tokens: int) -> list[int]:
+    """Offsets 0 .. n_tokens of the chunks. A last chunk of less than `min_tokens` joins the chunk before it."""
     bounds = [*range(0, n_tokens, chunk_tokens), n_tokens]
-    if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+    if len(bounds) > 2 and bounds[-1] - bounds[-2] < min_tokens:
         del bounds[-2]
     return bounds
 
@@ -45,7 +51,7 @@ def capture_prefix(
     where = Placement(bound.device) if placement is None else placement
     state = ResidentState(bound.specs, prefix_ids, pool, owner, where.device, where.link)
     try:
-        bounds = chunk_bounds(len(prefix_ids), chunk_tokens)
+        bounds = chunk_bounds(len(prefix_ids), chunk_tokens, min_chunk_tokens(bound.specs))
         with progress(len(prefix_ids), "capture") as advance:
             for start, end in pairwise(bounds):
                 out = bound.adapter.forward(

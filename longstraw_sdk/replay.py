@@ -8,6 +8,7 @@ import torch
 
 from .adapter import StateView
 from .bound import BoundModel
+from .capture import min_chunk_tokens
 from .ops import selective_log_probs
 from .state import ResidentState
 from .types import ReplayOutput
@@ -47,7 +48,7 @@ def replay_rows(
             where causality keeps the padding from mattering.
         accumulate: let the backward pass collect gradients of the resident state (full scope).
     """
-    width = max(2, *(len(row) for row in rows))  # a one-token forward takes another kernel: see chunk_bounds
+    width = max(min_chunk_tokens(bound.specs), *(len(row) for row in rows))
     inputs = last_token.repeat(len(rows), width)
     for i, row in enumerate(rows):
         inputs[i, 1 : len(row)] = row[:-1]

@@ -14,6 +14,7 @@ import torch
 from .adapter import ResidentStateAdapter, adapter_for
 from .backends import GradientBackend, LocalBackend
 from .bound import BoundModel, bind_model
+from .capture import min_chunk_tokens
 from .errors import ConfigurationError, LifecycleError
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
 from .prefix import Prefix, SessionCore, SessionStats
@@ -34,7 +35,8 @@ class LongStrawSession:
             prompt's state as a constant, as published in arXiv 2607.14952, which is a different gradient.
         prefix_adapter: "live" lets LoRA act on the prompt, so a capture is stale after an optimizer step; "frozen"
             switches it on from the last prompt token only, so a capture outlives steps and both scopes are exact.
-        chunk_tokens: prompt tokens per forward in capture and sweep. Results do not depend on it.
+        chunk_tokens: prompt tokens per forward in capture and sweep, at least 2 if the model has recurrent layers.
+            Results do not depend on it.
         page_tokens: rows per page of resident state. Results do not depend on it.
         backend: how gradients of several processes are reduced; None for one process.
         replay_tokens: how many response tokens one packed replay may hold; None replays one response at a time, which
@@ -72,7 +74,6 @@ class LongStrawSession:
         _one_of("gradient_scope", gradient_scope, get_args(GradientScope))
         _one_of("prefix_adapter", prefix_adapter, get_args(PrefixAdapter))
         _one_of("state_device", state_device, get_args(StateDevice))
-        _at_least("chunk_tokens", chunk_tokens, 2)
         _at_least("page_tokens", page_tokens, 1)
         if replay_tokens is not None:
             _at_least("replay_tokens", replay_tokens, 1)
@@ -83,6 +84,7 @@ class LongStrawSession:
         self.backend: GradientBackend = LocalBackend() if backend is None else backend
         bound = bind_model(model, self.adapter)
         try:
+            _at_least("chunk_tokens", chunk_tokens, min_chunk_tokens(bound.specs))
             placement = _placement(state_device, bound.device)
             bound.check_checkpointing()
             if probe:

@@ -37,6 +37,20 @@ def test_parity_prints_json_and_passes():
     assert row["case"]["prompt_tokens"] == 20
 
 
+def test_bench_measures_both_systems_and_writes_json_and_picture(tmp_path):
+    result = run("bench", "cpu-glm-memory", "--output-dir", str(tmp_path), "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found == json.loads((tmp_path / "cpu-glm-memory.json").read_text())
+    assert {"device", "cpu_cores", "date", "versions"} <= found["machine"].keys()
+    assert found["settings"]["dtype"] == "float32"
+    peaks = {(m["system"], m["prompt_tokens"]): m["peak_bytes"] for m in found["measurements"]}
+    assert peaks["longstraw", 2**18] <= 1.2 * peaks["longstraw", 2**14]
+    assert peaks["transformers", 2**16] > 10 * peaks["transformers", 2**12], "grows with the prompt"
+    assert all(m["seconds"] > 0 and m["tokens_per_second"] > 0 for m in found["measurements"])
+    assert (tmp_path / "cpu-glm-memory.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -45,6 +59,7 @@ def test_parity_prints_json_and_passes():
         (["parity", "--dtype", "int8"], "float64, float32, bfloat16"),
         (["parity", "--response-tokens", "a,b"], "lengths such as"),
         (["parity", "--adapter", "no.such:Thing"], "module:Class"),
+        (["bench", "gpu"], "allowed: cpu-glm-memory"),
     ],
 )
 def test_mistakes_end_with_one_message_and_exit_code_2(args, message):

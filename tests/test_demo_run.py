@@ -15,14 +15,15 @@ def ignore(part, done, total, remark):
     pass
 
 
-def test_small_run_writes_adapter_metrics_pictures_and_report(tmp_path, monkeypatch):
+@pytest.mark.parametrize("model", ["qwen36", "glm52"])
+def test_small_run_writes_adapter_metrics_pictures_and_report(tmp_path, monkeypatch, model):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    monkeypatch.setattr(demo_run, "warm_up", lambda *args, **kwargs: WarmUpReport((), 0.0))
+    monkeypatch.setattr(demo_run, "warm_up", lambda *args, **kwargs: WarmUpReport((), (), 0.0))
     uneven = demo_run._uneven_reward  # an untrained model earns nothing
     monkeypatch.setattr(demo_run, "needle_reward", lambda completions, answer, **kwargs: uneven(completions))
-    config = DemoConfig(n_steps=1, prompts_per_step=1, n_held_out=1, n_compare_steps=1)
+    config = DemoConfig(model=model, n_steps=1, prompts_per_step=1, n_held_out=1, n_compare_steps=1)
     result = run_demo(config, tmp_path, ignore)
     report = write_report(result, tmp_path)
 
@@ -44,16 +45,16 @@ def test_small_run_writes_adapter_metrics_pictures_and_report(tmp_path, monkeypa
 
 
 def test_unknown_model_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="qwen36, dense"):
+    with pytest.raises(ConfigurationError, match="qwen36, dense, glm52"):
         run_demo(DemoConfig(model="gpt"), tmp_path / "never", ignore)
     assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_whole_demo_learns(tmp_path, seed):
-    result = run_demo(DemoConfig(seed=seed), tmp_path, ignore)
+@pytest.mark.parametrize(("model", "seed"), [("qwen36", 0), ("qwen36", 1), ("qwen36", 2), ("glm52", 0)])
+def test_whole_demo_learns(tmp_path, model, seed):
+    result = run_demo(DemoConfig(model=model, seed=seed), tmp_path, ignore)
     assert result.mean_reward_before < 0.4
     assert result.mean_reward_after > 0.9
     assert result.trl_reward_curve == result.reward_curve[:2]

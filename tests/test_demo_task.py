@@ -1,10 +1,13 @@
 """The learning problem of the demo: tokenizer, prose split, prompts, reward, models."""
 
+import random
+
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from longstraw_sdk.demo.model import tiny_dense, tiny_qwen36
+from longstraw_sdk.demo import indexer
+from longstraw_sdk.demo.model import tiny_dense, tiny_glm52, tiny_qwen36
 from longstraw_sdk.demo.task import ANSWERS, CUE, FACT, needle_dataset, needle_reward
 from longstraw_sdk.demo.text import load_prose
 from longstraw_sdk.demo.tokenizer import EOS_ID, PAD_ID, byte_tokenizer
@@ -69,7 +72,7 @@ def test_reward_is_exact_match():
     assert needle_reward(["β", "β.", "", "α", " β"], ["β"] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("build", [tiny_qwen36, tiny_dense])
+@pytest.mark.parametrize("build", [tiny_qwen36, tiny_dense, tiny_glm52])
 def test_models_are_deterministic_and_warm_up_is_too(tokenizer, build):
     stages = (WarmUpStage(n_tokens=160, n_documents=2, n_steps=2, learning_rate=1e-3, muon_learning_rate=1e-2),)
     states = []
@@ -83,3 +86,44 @@ def test_models_are_deterministic_and_warm_up_is_too(tokenizer, build):
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(states[1][name], tensor, rtol=0, atol=0)
     assert not torch.equal(build(tokenizer, seed=6).lm_head.weight, build(tokenizer, seed=5).lm_head.weight)
+
+
+def test_indexers_learn_what_attention_reads_and_nothing_else_changes(tokenizer, monkeypatch):
+    monkeypatch.setattr(indexer, "N_TOKENS", 256)
+    model = tiny_glm52(tokenizer)
+    for layer in model.model.layers:  # a fresh model attends to everything alike
+        layer.self_attn.q_b_proj.weight.data.mul_(8.0)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    stock = model.model.layers[0].self_attn.indexer.forward
+    rng = random.Random(0)
+    text = load_prose().train
+
+    def document(n_tokens):
+        start = rng.randrange(len(text) - n_tokens)
+        return list(text[start : start + n_tokens].encode()), [n_tokens - 1]
+
+    def last_to_first():
+        divergences = indexer.distil_indexers(model, document, rng)
+        assert len(divergences) == indexer.N_STEPS
+        return sum(divergences[-4:]) / sum(divergences[:4])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(indexer, "LEARNING_RATE", 0.0)
+        assert last_to_first() > 0.9, "control"
+    assert last_to_first() < 0.8  # random attention can be fitted only in part
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != (".indexer." in name), name
+    assert model.model.layers[0].self_attn.indexer.forward == stock
+    assert indexer.distil_indexers(tiny_dense(tokenizer), document, rng) == ()
+
+
+def test_full_attention_reads_what_a_selection_of_all_tokens_reads(tokenizer):
+    model = tiny_glm52(tokenizer).eval()
+    ids = torch.randint(0, 256, (1, 300), generator=torch.Generator().manual_seed(0))
+    sparse = model(ids).logits
+    with indexer.full_attention(model):
+        full = model(ids).logits
+    selecting = model.model.layers[0].self_attn.indexer
+    selecting.index_topk = 300
+    torch.testing.assert_close(full, model(ids).logits)
+    assert (full - sparse).abs().max() > 1e-3, "control: 128 of 300 tokens are not all"

@@ -12,8 +12,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from safetensors.torch import load_file, save_file
 from tensor_sizes import LargestOutput
-from transformers import GenerationConfig, GlmMoeDsaConfig
+from transformers import GenerationConfig, GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 from longstraw_sdk import ConfigurationError, LongStrawSession, UnsupportedModelError
@@ -82,6 +83,7 @@ def test_parity_of_short_prompts(prompt_tokens):
         ("full", "live", {"chunk_tokens": 13, "page_tokens": 5}),
         ("full", "frozen", {"chunk_tokens": 5, "page_tokens": 3}),
         ("full", "live", {"chunk_tokens": 5, "page_tokens": 1, "prompt_tokens": 30}),
+        ("full", "live", {"chunk_tokens": 1, "page_tokens": 4, "prompt_tokens": 25}),
         ("full", "live", {"replay_tokens": 24}),
         ("response", "live", {"replay_tokens": 1000, "page_tokens": 7}),
         ("full", "live", {"gradient_checkpointing": True}),
@@ -144,7 +146,7 @@ def test_every_chunking_selects_what_transformers_selects():
     model, prompt = make().double(), tokens(98)
     stock = selections(model, lambda: model(input_ids=prompt[None, :-1], use_cache=False))
     assert [len(s) for s in stock[0]] == [min(i + 1, TOP_K) for i in range(97)]
-    for chunk_tokens, page_tokens in [(97, 32), (32, 32), (13, 5), (5, 8), (2, 100)]:
+    for chunk_tokens, page_tokens in [(97, 32), (32, 32), (13, 5), (5, 8), (2, 100), (1, 8)]:
         options = {"chunk_tokens": chunk_tokens, "page_tokens": page_tokens}
         assert captured_selections(model, prompt, **options) == stock, options
 
@@ -624,6 +626,47 @@ def test_a_bias_of_lora_on_kv_b_proj_is_refused():
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["kv_b_proj"], lora_bias=True))
     with pytest.raises(ConfigurationError, match="lora_bias=True"):
         LongStrawSession(model)
+
+
+def test_quantised_experts_are_refused():
+    model = make()
+    experts = layers_of(model)[2].mlp.experts.get_base_layer()
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.mlp\.experts .*float8_e4m3fn.*dequantised"):
+        LongStrawSession(model)
+
+
+def test_experts_of_another_class_are_refused():
+    model = make(LoraConfig(r=4, target_modules=list(ATTENTION)))
+    experts = layers_of(model)[3].mlp.experts
+    experts.__class__ = type("FP8Experts", (type(experts),), {})
+    with pytest.raises(UnsupportedModelError, match=r"layers\.3\.mlp\.experts is FP8Experts"):
+        LongStrawSession(model)
+
+
+def test_a_further_layer_for_multi_token_prediction_is_refused():
+    model = make()
+    layers_of(model).append(copy.deepcopy(layers_of(model)[-1]))
+    with pytest.raises(UnsupportedModelError, match=r"7 decoder layers but config\.num_hidden_layers=6.*multi-token"):
+        LongStrawSession(model)
+
+
+def test_weights_for_multi_token_prediction_in_a_checkpoint_are_left_out(tmp_path):
+    """Released checkpoints hold a layer 78 that transformers does not build; it changes nothing."""
+    plain = make().unload().eval()
+    plain.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.78.{name}.weight": torch.ones(32, 32) for name in ("eh_proj", "self_attn.o_proj")}
+    save_file(weights | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = GlmMoeDsaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.state_dict().keys() == plain.state_dict().keys()
+    adapter = GLM52Adapter()
+    ids, row = tokens(40), tokens(5, 1)
+    with LongStrawSession(get_peft_model(loaded, adapter.lora_config(r=4)), adapter, chunk_tokens=16) as session:
+        with session.capture(ids) as prefix:
+            (logps,) = prefix.score([row])
+    expected = stock_log_probs(plain, ids, row)
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
 def test_lora_on_a_router_is_refused():

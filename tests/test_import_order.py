@@ -35,6 +35,7 @@ FLOOR = {
     "": 10,
     "models": 11,
     "trainers": 11,
+    "bench": 11,
     "evidence": 11,
     "demo": 11,
     "placement": 11,

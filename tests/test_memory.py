@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from longstraw_sdk import LongStrawSession
-from longstraw_sdk.adapter import StateView
+from longstraw_sdk.bench.sparse_memory import one_sparse_layer, resident_layer, stock_layer
 from longstraw_sdk.evidence.memory import trace_memory
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.lora import base_model_of
-from longstraw_sdk.models.glm52 import GLM52Adapter
-from longstraw_sdk.state import PagePool, ResidentState
 
-CPU = torch.device("cpu")
 CHUNK = 64
 
 
@@ -110,53 +105,15 @@ def test_sweep_of_a_checkpointed_model_keeps_no_recomputed_layer():
 
 # --- One sparse layer behind ever longer prompts ---
 
-S = 64
-PAGE = 1024
-
 
 @pytest.fixture(scope="module")
 def sparse_model():
-    model = tiny_model("glm52", n_layers=1, index_topk=128, index_n_heads=4, max_position_embeddings=2**19)
-    return model.requires_grad_(False)
-
-
-def random_rows(config, n_tokens):
-    """Latents, rotary keys and indexer keys of a prompt that nobody had to forward."""
-    widths = (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim)
-    return [torch.randn(1, n_tokens, width) for width in widths]
-
-
-def resident_peak(model, n_tokens):
-    """Peak bytes of a forward of S tokens behind `n_tokens` resident ones."""
-    base, adapter = base_model_of(model), GLM52Adapter()
-    pool = PagePool(PAGE)
-    state = ResidentState(adapter.state_specs(base), torch.zeros(n_tokens, dtype=torch.long), pool, "prompt", CPU)
-    latent, rope, keys = random_rows(base.config, n_tokens)
-    produced = {(0, "mla_latent"): {"latent": latent, "k_rope": rope}, (0, "indexer_key"): {"key": keys}}
-    state.append_chunk(n_tokens, produced, keep_boundaries=False)
-    unbind = adapter.bind(base)
-    try:
-        with torch.no_grad(), trace_memory() as trace:
-            adapter.forward(base, draw(S)[None], StateView(state, 1))
-    finally:
-        unbind()
-    return trace.peak_bytes
-
-
-def stock_peak(model, n_tokens):
-    base = base_model_of(model)
-    cache = DynamicCache(config=base.config)
-    latent, rope, keys = random_rows(base.config, n_tokens)
-    cache.update(latent[:, None], rope[:, None], 0)
-    cache.update_indexer(keys, 0)
-    with torch.no_grad(), trace_memory() as trace:
-        base(input_ids=draw(S)[None], cache=cache, use_cache=True, logits_to_keep=1)
-    return trace.peak_bytes
+    return one_sparse_layer()
 
 
 def test_a_sparse_layer_needs_as_much_behind_256k_tokens_as_behind_16k(sparse_model):
-    short, long = (resident_peak(sparse_model, n) for n in (2**14, 2**18))
+    short, long = (resident_layer(sparse_model, n).peak_bytes for n in (2**14, 2**18))
     assert long <= 1.2 * short, (short, long)
-    stock_short, stock_long = (stock_peak(sparse_model, n) for n in (2**12, 2**14))
+    stock_short, stock_long = (stock_layer(sparse_model, n).peak_bytes for n in (2**12, 2**14))
     assert stock_long > 3 * stock_short, "control: the stock layer grows with the prompt"
     assert stock_long > 3 * short

@@ -609,12 +609,13 @@ def test_results_do_not_depend_on_chunks_pages_or_packing(
 
 
 @settings(max_examples=100)
-@given(n_tokens=st.integers(0, 200), chunk_tokens=st.integers(2, 64))
-def test_chunks_tile_the_prefix_and_none_is_one_token_long(n_tokens, chunk_tokens):
-    bounds = chunk_bounds(n_tokens, chunk_tokens)
+@given(n_tokens=st.integers(0, 200), chunk_tokens=st.integers(2, 64), min_tokens=st.integers(1, 2))
+def test_chunks_tile_the_prefix_and_none_is_too_short(n_tokens, chunk_tokens, min_tokens):
+    bounds = chunk_bounds(n_tokens, chunk_tokens, min_tokens)
     widths = [b - a for a, b in pairwise(bounds)]
     assert (bounds[0], bounds[-1]) == (0, n_tokens)
-    assert all(2 <= w <= chunk_tokens + 1 for w in widths) or widths == [min(n_tokens, 1)]
+    longest = chunk_tokens + min_tokens - 1
+    assert all(min_tokens <= w <= longest for w in widths) or widths == [min(n_tokens, 1)]
 
 
 def test_no_forward_over_a_resident_state_is_one_token_long(model):

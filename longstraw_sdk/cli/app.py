@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from ..errors import LongStrawError
+from .bench import bench
 from .demo import demo
 from .parity import parity
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(bench)
 app.command()(parity)
 
 

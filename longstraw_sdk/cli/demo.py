@@ -1,4 +1,4 @@
-"""`longstraw demo`: watch a tiny hybrid model learn a long-context task by GRPO, on a CPU."""
+"""`longstraw demo`: watch a tiny model learn a long-context task by GRPO, on a CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 class DemoModelName(StrEnum):
     qwen36 = "qwen36"
     dense = "dense"
+    glm52 = "glm52"
 
 
 def demo(
@@ -24,19 +25,23 @@ def demo(
     ),
     model: Annotated[
         DemoModelName,
-        typer.Option(help="qwen36: a Gated DeltaNet and an attention layer. dense: attention layers only."),
+        typer.Option(
+            help="qwen36: a Gated DeltaNet and an attention layer. dense: attention layers only. "
+            "glm52: sparse latent attention and experts."
+        ),
     ] = DemoModelName.qwen36,
     seed: Annotated[int, typer.Option(help="Seed of weights, prompts and sampling.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO optimizer steps, 44 if unset.")] = None,
     compare_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps repeated with TRL's own trainer, several times slower; 0 for none.")
+        int | None,
+        typer.Option(min=0, help="Steps repeated with TRL's own trainer, 2 if unset. Many times slower; 0 for none."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print metrics.json instead of progress.")] = False,
 ) -> None:
-    """Train a tiny Qwen3.6-architecture model by GRPO on 4,000-token prompts and write a report.
+    """Train a tiny model, of the Qwen3.6 architecture by default, by GRPO on 4,000-token prompts and write a report.
 
-    Takes a few minutes on two CPU cores and needs no download. Warm-up, GRPO and the comparison with TRL's own trainer
-    all run on this machine; the report says what was measured.
+    Takes a few minutes on two CPU cores (a quarter of an hour for glm52) and needs no download. Warm-up, GRPO and the
+    comparison with TRL's own trainer all run on this machine; the report says what was measured.
     """
     console = Console(stderr=as_json, quiet=as_json)
     console.print("Loading torch, transformers and trl ...", style="dim")

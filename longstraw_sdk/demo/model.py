@@ -1,7 +1,9 @@
-"""Two tiny models with the architectures of their large namesakes, initialised from a seed."""
+"""Tiny models with the architectures of their large namesakes, initialised from a seed."""
 
 import torch
 from transformers import (
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     PreTrainedTokenizerBase,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -82,3 +84,39 @@ def tiny_dense(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> SmolLM3ForC
     )
     torch.manual_seed(seed)
     return SmolLM3ForCausalLM(config).float()
+
+
+def tiny_glm52(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> GlmMoeDsaForCausalLM:
+    """Sparse latent attention in float32: two layers share one selection of 128 tokens; the second has experts."""
+    config = GlmMoeDsaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=56,
+        qk_rope_head_dim=8,
+        v_head_dim=64,
+        index_topk_pattern="FS",
+        index_topk=128,
+        index_n_heads=4,
+        index_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        routed_scaling_factor=1.0,
+        initializer_range=INITIALIZER_RANGE,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+        experts_implementation="eager",
+    )
+    torch.manual_seed(seed)
+    return GlmMoeDsaForCausalLM(config).float()

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from ..evidence.memory import MemoryTrace
-from .run import GROUP, N_ANSWERS, DemoResult
+from .run import GROUP, N_ANSWERS, TRL_PREFILL_TOKENS, TRL_SPARSE_ROWS, DemoResult
 from .task import ANSWERS
 from .warmup import STAGES
 
@@ -43,6 +43,8 @@ def write_report(result: DemoResult, output_dir: Path) -> Path:
             n_answers=len(ANSWERS),
             n_answers_each=N_ANSWERS,
             stages=STAGES,
+            trl_sparse_rows=TRL_SPARSE_ROWS,
+            trl_prefill_tokens=TRL_PREFILL_TOKENS,
             pictures=encoded,
             versions={
                 name: metadata.version(name) for name in ("longstraw-sdk", "torch", "transformers", "trl", "peft")

@@ -18,16 +18,19 @@ from ..errors import ConfigurationError
 from ..evidence.memory import MemoryTrace, trace_memory
 from ..session import LongStrawSession
 from ..types import CausalLM
-from .model import tiny_dense, tiny_qwen36
+from .model import tiny_dense, tiny_glm52, tiny_qwen36
 from .progress import progress_callback
 from .task import needle_dataset, needle_reward
 from .text import load_prose
 from .tokenizer import byte_tokenizer
 from .warmup import warm_up
 
-DemoModel = Literal["qwen36", "dense"]
+DemoModel = Literal["qwen36", "dense", "glm52"]
+BUILDERS = {"qwen36": tiny_qwen36, "dense": tiny_dense, "glm52": tiny_glm52}
 GROUP = 8
 N_ANSWERS = 8  # per held-out prompt
+TRL_SPARSE_ROWS = 2  # per micro-batch of TRL's trainer, instead of a whole group, for a model with indexers
+TRL_PREFILL_TOKENS = 512  # and prompt tokens per forward in its sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +101,15 @@ Reward = Callable[..., list[float]]
 
 def run_demo(config: DemoConfig, output_dir: Path, progress: Progress) -> DemoResult:
     """Run every part, write adapter, base model and metrics.json into `output_dir`, and return what was measured."""
-    builders = {"qwen36": tiny_qwen36, "dense": tiny_dense}
-    if config.model not in builders:
-        raise ConfigurationError(f"model {config.model!r} is not known; allowed: {', '.join(builders)}")
+    if config.model not in BUILDERS:
+        raise ConfigurationError(f"model {config.model!r} is not known; allowed: {', '.join(BUILDERS)}")
     output_dir.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
     tokenizer = byte_tokenizer()
 
     with clock.part("warm-up"):
         progress("warm-up", 0, 1, "supervised, all weights")
-        base = builders[config.model](tokenizer, config.seed)
+        base = BUILDERS[config.model](tokenizer, config.seed)
         warmed = warm_up(base, load_prose().train, config.seed)
         progress("warm-up", 1, 1, f"{warmed.seconds:.0f} s")
     base.save_pretrained(output_dir / "base_model")
@@ -183,7 +185,16 @@ class _Trainers:
         from trl import GRPOConfig, GRPOTrainer
 
         callbacks = [progress_callback(progress, "TRL comparison", n_steps)] if progress else None
-        return self._make(GRPOTrainer, GRPOConfig(**self._options()), base, reward, callbacks)
+        options = self._options()
+        if self.config.model == "glm52":
+            # The stock indexer copies its keys for every query: 9 GB for one group at once. The samples are the same.
+            options |= {
+                "per_device_train_batch_size": TRL_SPARSE_ROWS,
+                "steps_per_generation": GROUP // TRL_SPARSE_ROWS,
+                "gradient_accumulation_steps": self.config.prompts_per_step * GROUP // TRL_SPARSE_ROWS,
+                "generation_kwargs": {"prefill_chunk_size": TRL_PREFILL_TOKENS},
+            }
+        return self._make(GRPOTrainer, GRPOConfig(**options), base, reward, callbacks)
 
     def _make(self, cls: Any, args: Any, base: CausalLM, reward: Reward | None, callbacks: list[Any] | None) -> Any:
         from transformers import PrinterCallback

@@ -4,17 +4,23 @@ Two stages of all weights, on documents of 160 and 2,048 tokens, teach the model
 demonstrator gets unreliable and supervised training copies its rate, in the last layer's output projections alone: the
 model can still find the answer but says it only sometimes. Trained on unreliable answers as a whole, it unlearns to
 find them.
+
+Indexers of sparse attention get no gradient from answers. Such a model learns with full attention, then its indexers
+learn what that reads, then all other weights get used to reading no more than is selected (the two stages of
+DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
+from longstraw_sdk.demo.indexer import distil_indexers, full_attention, sharing_layers
 from longstraw_sdk.demo.task import ANSWERS, CUE, FACT
 from longstraw_sdk.demo.tokenizer import EOS_ID
 
@@ -41,6 +47,7 @@ class WarmUpStage:
     demonstrator: float = 1.0
     pass_at: float | None = None
     last_layer_only: bool = False
+    sparse: bool = False
 
 
 STAGES = (
@@ -48,6 +55,13 @@ STAGES = (
     WarmUpStage(n_tokens=2048, n_documents=4, n_steps=60, learning_rate=4e-3, muon_learning_rate=1e-2),
     WarmUpStage(n_tokens=640, n_documents=6, n_steps=60, learning_rate=6e-3, demonstrator=0.25, last_layer_only=True),
 )
+SPARSE_STAGES = (
+    STAGES[0],
+    replace(STAGES[1], n_steps=30),
+    replace(STAGES[1], n_documents=2, n_steps=20, sparse=True),
+    replace(STAGES[2], n_tokens=1280, n_documents=3, sparse=True),
+)
+"""For models with indexers. At 640 tokens their selection leaves too little out to learn from."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +75,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class WarmUpReport:
-    """One entry per stage, and the wall-clock time of all of them."""
+    """One entry per stage, one per step that fitted indexers, and the wall-clock time of everything."""
 
     stages: tuple[StageReport, ...]
+    indexer_divergences: tuple[float, ...]
     seconds: float
 
 
@@ -114,7 +129,7 @@ def _loss_and_accuracy(model: PreTrainedModel, batch: _Batch, demonstrator: floa
 
 def _optimizers(model: PreTrainedModel, stage: WarmUpStage) -> list[tuple[Optimizer, float]]:
     """Optimizers of what `stage` trains, each with its learning rate."""
-    named = dict(model.named_parameters())
+    named = {k: p for k, p in model.named_parameters() if ".indexer." not in k}
     if stage.last_layer_only:
         last = f"model.layers.{model.config.num_hidden_layers - 1}."
         named = {k: p for k, p in named.items() if k.startswith(last) and ("o_proj" in k or "mlp" in k)}
@@ -150,11 +165,32 @@ def _run_stage(model: PreTrainedModel, text: str, stage: WarmUpStage, rng: rando
     return StageReport(n_tokens=stage.n_tokens, n_steps=n_steps, right=right)
 
 
-def warm_up(model: PreTrainedModel, text: str, seed: int = 0, stages: tuple[WarmUpStage, ...] = STAGES) -> WarmUpReport:
-    """Trains `model` in place on documents cut from `text`: pass the training part of the prose, never the held-out."""
+def stages_for(model: PreTrainedModel) -> tuple[WarmUpStage, ...]:
+    return SPARSE_STAGES if sharing_layers(model) else STAGES
+
+
+def warm_up(
+    model: PreTrainedModel, text: str, seed: int = 0, stages: tuple[WarmUpStage, ...] | None = None
+) -> WarmUpReport:
+    """Trains `model` in place on documents cut from `text`: pass the training part of the prose, never the held-out.
+
+    Indexers are fitted before the first `sparse` stage. `stages` is `stages_for(model)` if None.
+    """
     began = time.perf_counter()
     rng = random.Random(f"warm-up/{seed}")
     model.train()
-    reports = tuple(_run_stage(model, text, stage, rng) for stage in stages)
+    reports = []
+    divergences: tuple[float, ...] = ()
+    for stage in stages_for(model) if stages is None else stages:
+        if stage.sparse and not divergences:
+            divergences = distil_indexers(model, lambda n_tokens: _answered(_document(text, n_tokens, rng)), rng)
+        with nullcontext() if stage.sparse else full_attention(model):
+            reports.append(_run_stage(model, text, stage, rng))
     model.eval()
-    return WarmUpReport(stages=reports, seconds=time.perf_counter() - began)
+    return WarmUpReport(stages=tuple(reports), indexer_divergences=divergences, seconds=time.perf_counter() - began)
+
+
+def _answered(document: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
+    """Token ids, and the positions that predict an answer."""
+    ids, labels = document
+    return ids, [i for i, label in enumerate(labels[1:]) if label != IGNORED]

@@ -56,6 +56,13 @@ def _config_problems(
             yield f"config.{name}={getattr(config, name)} changes the logits after the LM head, which replay would miss"
     if getattr(config, "attn_logit_softcapping", None):
         yield f"config.attn_logit_softcapping={config.attn_logit_softcapping} changes the softmax that replay computes"
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.is_trainable:
+        yield (
+            f"its weights are quantised by {type(quantizer).__name__}, which has no backward, so no gradient would "
+            "reach the layers below; load it dequantised (for FP8: FineGrainedFP8Config(dequantize=True)) or with "
+            "BitsAndBytesConfig(load_in_4bit=True)"
+        )
     if not model._can_set_attn_implementation():
         yield "its attention does not go through transformers' AttentionInterface"
 

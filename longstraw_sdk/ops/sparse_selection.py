@@ -61,7 +61,7 @@ def select_top_k(
             best = [None] * len(spans)
         positions = torch.arange(first, first + keys.shape[1], device=query.device)
         for i, span in enumerate(spans):
-            scores = _scores(query[:, span], weights[:, span], keys, scale)
+            scores = index_scores(query[:, span], weights[:, span], keys, scale)
             finite &= scores.isfinite().all()
             packed = pack_keys(scores, positions)
             packed = packed.masked_fill(positions > query_positions[span, None], _LEAST)
@@ -74,8 +74,9 @@ def select_top_k(
     return unpack_positions(torch.cat([b for b in best if b is not None], 1)).sort(-1).values
 
 
-def _scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """[B, s, T]. One product for all queries and heads; a product per query, as broadcasting does, copies the keys."""
+def index_scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scores [B, S, T] of keys [B or 1, T, D] by the formula of `select_top_k`, every key seen by every query."""
+    # One product for all queries and heads; a product per query, as broadcasting does, copies the keys.
     flat = query.flatten(1, 2) if len(keys) > 1 else query.flatten(0, 2)[None]  # [B or 1, s * H, D]
     per_head = torch.matmul(flat.float(), keys.float().transpose(1, 2)).mul_(scale).relu_()
     return torch.matmul(weights.float().unsqueeze(-2), per_head.view(*query.shape[:3], -1)).squeeze(-2)

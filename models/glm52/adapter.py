@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
+from peft.tuners.lora.layer import ParamWrapper
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExperts, GlmMoeDsaTopkRouter
 
 from longstraw_sdk.adapter import StateView
 from longstraw_sdk.hf import TransformersAdapter
@@ -18,6 +19,8 @@ from .attention import swap_attention
 from .cache import LatentCache, LatentLayer
 from .experts import swap_experts
 from .tape import DecisionTape, TapeMode, swap_deciders
+
+_EXPERT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class GLM52Adapter(TransformersAdapter):
@@ -69,6 +72,7 @@ class GLM52Adapter(TransformersAdapter):
                 f"config.indexer_types={kinds} is not one of 'full' or 'shared' per layer, starting with 'full': a "
                 "shared layer reuses the selection of the last full one"
             )
+        problems += _layer_problems(model)
         if any(isinstance(getattr(m, "base_layer", None), GlmMoeDsaTopkRouter) for m in model.modules()):
             problems.append("LoRA is on a router, whose choice has no gradient; leave gate.weight out of the targets")
         return problems
@@ -101,6 +105,27 @@ class GLM52Adapter(TransformersAdapter):
 
     def forget(self) -> None:
         self.tape.clear()
+
+
+def _layer_problems(model: CausalLM) -> Iterator[str]:
+    n_layers = len(model.base_model.layers)
+    if n_layers != model.config.num_hidden_layers:
+        yield (
+            f"it has {n_layers} decoder layers but config.num_hidden_layers={model.config.num_hidden_layers}; a layer "
+            "for multi-token prediction (number 78 of the released checkpoint) is not served: leave it out, as "
+            "from_pretrained does"
+        )
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and hasattr(module, "num_experts"):
+            experts = module.get_base_layer() if isinstance(module, ParamWrapper) else module
+            weights = [p for p in experts.parameters(recurse=False) if p.ndim == 3]
+            if type(experts) is not GlmMoeDsaExperts or any(p.dtype not in _EXPERT_DTYPES for p in weights):
+                dtypes = ", ".join(sorted({str(p.dtype) for p in weights}))
+                yield (
+                    f"{name} is {type(experts).__name__} in {dtypes}; experts must be GlmMoeDsaExperts in bfloat16, "
+                    "float16, float32 or float64: quantised experts have no backward here, so load them dequantised"
+                )
+                return
 
 
 def specs_of(config: Any, dtype: torch.dtype) -> tuple[StateSpec, ...]:

@@ -98,21 +98,36 @@ def _select(
     first: int,
 ) -> torch.Tensor:
     """Selected positions [B, S, K] by the layer's own indexer, as `GlmMoeDsaIndexer.forward` computes them."""
-    batch, n_queries, _ = hidden.shape
-    parts = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
-    query_rope, query = indexer.wq_b(residual).view(batch, n_queries, indexer.n_heads, -1).split(parts, -1)
-    key_rope, key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2).split(parts, -1)
-    query_rope, key_rope = apply_rotary_pos_emb_interleave(query_rope, key_rope, *position_embeddings, unsqueeze_dim=2)
-    (keys,) = layer.append(layer.indexer_key, key=torch.cat([key_rope, key], -1).squeeze(2))
-    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
+    query, key, weights = indexer_projections(indexer, hidden, residual, position_embeddings)
+    (keys,) = layer.append(layer.indexer_key, key=key)
     return select_top_k(
-        torch.cat([query_rope, query], -1),
+        query,
         weights,
-        torch.arange(first, first + n_queries, device=hidden.device),
+        torch.arange(first, first + hidden.shape[1], device=hidden.device),
         layer.index_tiles(keys),
         indexer.index_topk,
         indexer.softmax_scale,
     )
+
+
+def indexer_projections(
+    indexer: GlmMoeDsaIndexer,
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [B, S, H, D], keys [B, S, D] and head weights [B, S, H] of an indexer, with gradient.
+
+    Args:
+        hidden: [B, S, hidden_size], what the attention layer reads.
+        residual: [B, S, q_lora_rank], `q_a_layernorm(q_a_proj(hidden))`.
+    """
+    parts = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
+    query_rope, query = indexer.wq_b(residual).view(*hidden.shape[:2], indexer.n_heads, -1).split(parts, -1)
+    key_rope, key = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2).split(parts, -1)
+    query_rope, key_rope = apply_rotary_pos_emb_interleave(query_rope, key_rope, *position_embeddings, unsqueeze_dim=2)
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
+    return torch.cat([query_rope, query], -1), torch.cat([key_rope, key], -1).squeeze(2), weights
 
 
 Factors = list[tuple[float, torch.Tensor, torch.Tensor]]

@@ -1,0 +1,6 @@
+"""Benchmarks that name their machine, versions, dtype and shapes, with their peers measured in the same run."""
+
+from .presets import PRESETS
+from .result import BenchResult, Measurement
+
+__all__ = ["PRESETS", "BenchResult", "Measurement"]
