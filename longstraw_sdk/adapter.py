@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .errors import RegistryError
-from .state.resident import ResidentState
+from .state.resident import PagedView, ResidentState
 from .state.specs import StateKey, StateSpec
 from .types import CausalLM
 
@@ -45,13 +45,26 @@ class StateView:
     def n_tokens(self) -> int:
         return self.state.bounds[self.boundary]
 
+    @property
+    def n_owned(self) -> int:
+        """Rows of those tokens that are kept on this rank."""
+        return self.state.owned[self.boundary]
+
+    def paged(self, key: StateKey, *, split: bool) -> PagedView:
+        """The rows of one paged state. `split` says that new tokens are split over the ranks of the context."""
+        row_map = self.state.row_map
+        return PagedView(
+            self.state.paged[key], self.n_owned, self.accumulate, row_map, split and row_map is not None, self.n_tokens
+        )
+
 
 @dataclass(frozen=True)
 class DecoderOutput:
     """Result of one decoder forward.
 
     Args:
-        hidden: [B, T, H], the last hidden state, after the final norm and before the LM head.
+        hidden: [B, T, H], the last hidden state, after the final norm and before the LM head. Under context parallelism
+            T is the width of this rank's slice, padding included.
         produced: for every `StateSpec.key`, component name -> tensor with a batch axis in front: the T new rows of a
             paged spec [B, *leading, T, *trailing], the end state of a recurrent one [B, *leading, *trailing]. They
             carry the graph of the forward.
@@ -69,12 +82,14 @@ class ResidentStateAdapter(ABC):
         lora_targets: names of the linears that `lora_config` covers: all of them, in every layer kind.
         lora_parameter_targets: names of parameters that it covers beside them, as stacked experts.
         no_gradient: names of modules whose output has no gradient, so that LoRA on their linears would learn nothing.
+        context_parallel: whether `forward` runs only this rank's slice of the tokens when `view.state.context` is set.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     lora_targets: ClassVar[tuple[str, ...]] = ()
     lora_parameter_targets: ClassVar[tuple[str, ...]] = ()
     no_gradient: ClassVar[tuple[str, ...]] = ()
+    context_parallel: ClassVar[bool] = False
 
     @abstractmethod
     def validate(self, model: CausalLM) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -10,16 +9,7 @@ import torch
 from .adapter import StateView
 from .bound import BoundModel, progress
 from .errors import NumericsError
-from .state import PagePool, Placement, RecurrentSpec, ResidentState, StateSpec
-
-
-def min_chunk_tokens(specs: Iterable[StateSpec]) -> int:
-    """2 where a layer is recurrent, otherwise 1.
-
-    One-token forwards take another kernel in recurrent layers, one whose backward flash-linear-attention does not
-    have. From an empty state even one token takes the chunk kernel, so a prefix of a single token is its own chunk.
-    """
-    return 2 if any(isinstance(spec, RecurrentSpec) for spec in specs) else 1
+from .state import ContextGroup, PagePool, Placement, ResidentState, min_forward_tokens
 
 
 def chunk_bounds(n_tokens: int, chunk_tokens: int, min_tokens: int) -> list[int]:
@@ -40,6 +30,7 @@ def capture_prefix(
     chunk_tokens: int,
     keep_boundaries: bool,
     placement: Placement | None = None,
+    context: ContextGroup | None = None,
 ) -> ResidentState:
     """The resident state of `prefix_ids` [P - 1]. On any failure every page is given back.
 
@@ -47,11 +38,12 @@ def capture_prefix(
         keep_boundaries: keep the recurrent state at every chunk boundary, which the sweep needs; otherwise only the
             last one.
         placement: where pages live if not beside the model.
+        context: the ranks among which the prompt is split; None if this one has all of it.
     """
     where = Placement(bound.device) if placement is None else placement
-    state = ResidentState(bound.specs, prefix_ids, pool, owner, where.device, where.link)
+    state = ResidentState(bound.specs, prefix_ids, pool, owner, where.device, where.link, context)
     try:
-        bounds = chunk_bounds(len(prefix_ids), chunk_tokens, min_chunk_tokens(bound.specs))
+        bounds = chunk_bounds(len(prefix_ids), chunk_tokens, min_forward_tokens(bound.specs))
         with progress(len(prefix_ids), "capture") as advance:
             for start, end in pairwise(bounds):
                 out = bound.adapter.forward(
@@ -59,7 +51,7 @@ def capture_prefix(
                 )
                 state.append_chunk(end - start, out.produced, keep_boundaries=keep_boundaries)
                 advance(end - start)
-        if len(prefix_ids) and not bool(out.hidden[:, -1].isfinite().all()):
+        if len(prefix_ids) and not _is_finite(state, out.hidden, bounds[-1] - bounds[-2]):
             raise NumericsError(
                 f"the prompt's hidden state is not finite after {len(prefix_ids)} tokens; check the weights, the dtype "
                 "and whether the positions are within what the model was trained for"
@@ -68,3 +60,9 @@ def capture_prefix(
         state.release()
         raise
     return state
+
+
+def _is_finite(state: ResidentState, hidden: torch.Tensor, n_tokens: int) -> bool:
+    """Whether the last hidden states that were computed of the last chunk are finite, on all ranks."""
+    own = bool(hidden[:, : state.slice_of(n_tokens).n_real][:, -1:].isfinite().all())
+    return own if state.context is None else state.context.agree(own)

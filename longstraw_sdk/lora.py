@@ -5,6 +5,7 @@ PEFT is recognised by the shape of its layers (`lora_A`, `enable_adapters`), so 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,16 @@ def weights_fingerprint(model: CausalLM, *, with_adapters: bool) -> int:
             if with_adapters or not is_lora_parameter(name)
         )
     )
+
+
+def adapter_digest(model: CausalLM) -> str:
+    """SHA-256 over names and bytes of all LoRA parameters: equal on ranks that hold the same adapter."""
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        if is_lora_parameter(name):
+            digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
+            digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def require_trainable_lora(model: CausalLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,8 @@ from .errors import (
 )
 from .lora import adapter_state, adapters_disabled, weights_fingerprint
 from .replay import pack_rows, replay_rows
-from .sampling import generate_rows, seeded
-from .state import PagePool, Placement, Witness
+from .sampling import agree_on_random_state, generate_rows, seeded
+from .state import ContextGroup, PagePool, Placement, Witness
 from .sweep import sweep_prefix
 from .types import GradientScope, PrefixAdapter, ReplayOutput
 
@@ -73,11 +74,27 @@ class SessionCore:
     temperature: float
     verify_content: bool
     placement: Placement
+    context: ContextGroup | None = None
     stats: SessionStats = field(default_factory=SessionStats)
     weights_epoch: int = 0
     update_is_open: bool = False
+    needs_finalize: bool = False
+    """Whether responses were replayed since the last finalize."""
     n_sweeps: int = 0
     n_swept_tokens: int = 0
+
+    def check_same(self, rows: Sequence[torch.Tensor], what: str) -> None:
+        """Raise unless all ranks of the context were given the same `rows`; they would wait for each other for ever."""
+        if self.context is None:
+            return
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(len(row).to_bytes(8) + row.cpu().numpy().tobytes())
+        if not self.context.same(int.from_bytes(digest.digest()[:7])):
+            raise InputError(
+                f"the {self.context.size} ranks of a context were given different {what}; ranks that share a prompt "
+                "must all be given its ids and its responses"
+            )
 
     def weights_key(self) -> tuple[int, int]:
         """Changes when the weights that a capture depends on change."""
@@ -152,7 +169,7 @@ class Prefix:
         with core.stats.timed("replay", core.bound.device):
             outputs, n_tokens = self._run(rows, accumulate=accumulate)
         core.stats.replayed_tokens += n_tokens
-        core.update_is_open = True
+        core.update_is_open = core.needs_finalize = True
         for out in outputs:
             for tensor in (out.logps, out.entropy):
                 tensor.register_hook(self._verify_in_backward)
@@ -211,6 +228,8 @@ class Prefix:
                 f"max_position_embeddings={limit}"
             )
         with core.stats.timed("sample", core.bound.device):
+            if core.context is not None:
+                agree_on_random_state(core.context, core.bound.device)
             rows = generate_rows(core.bound, self._state, self.prompt_ids, n_rows, config)
         core.stats.sampled_tokens += sum(len(row) for row in rows)
         return rows
@@ -272,6 +291,7 @@ class Prefix:
                 "witness; capture outside of it (no_grad is fine)"
             )
         core = self._core
+        core.check_same([self.prompt_ids], "prompt")
         frozen = core.prefix_adapter == "frozen"
         scope: AbstractContextManager[None] = adapters_disabled(core.bound.base) if frozen else nullcontext()
         with scope, core.stats.timed("capture", core.bound.device):
@@ -283,6 +303,7 @@ class Prefix:
                 self._owner,
                 chunk_tokens=core.chunk_tokens,
                 placement=core.placement,
+                context=core.context,
                 keep_boundaries=core.gradient_scope == "full" and bool(self._adapter_state),
             )
         core.stats.captured_tokens += len(self.prompt_ids) - 1
@@ -313,6 +334,7 @@ class Prefix:
         core = self._core
         rows = [core.bound.check_ids(row, f"response {i}", self.n_tokens) for i, row in enumerate(rows)]
         self._check_usable()
+        core.check_same(rows, "responses")
         outputs: dict[int, ReplayOutput] = {}
         for pack in pack_rows([len(row) for row in rows], core.replay_tokens):
             results = replay_rows(

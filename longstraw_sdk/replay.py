@@ -8,10 +8,9 @@ import torch
 
 from .adapter import StateView
 from .bound import BoundModel
-from .capture import min_chunk_tokens
 from .ops import selective_log_probs
-from .state import ResidentState
-from .types import ReplayOutput
+from .state import ContextGroup, GatherReplicated, ResidentState, TokenSlice
+from .types import ReplayOutput, accumulation_dtype
 
 
 def pack_rows(lengths: Sequence[int], replay_tokens: int | None) -> list[list[int]]:
@@ -48,13 +47,39 @@ def replay_rows(
             where causality keeps the padding from mattering.
         accumulate: let the backward pass collect gradients of the resident state (full scope).
     """
-    width = max(min_chunk_tokens(bound.specs), *(len(row) for row in rows))
+    width = max(state.min_forward_tokens, *(len(row) for row in rows))
     inputs = last_token.repeat(len(rows), width)
     for i, row in enumerate(rows):
         inputs[i, 1 : len(row)] = row[:-1]
     view = StateView(state, state.last_boundary, n_rows=len(rows), accumulate=accumulate)
     hidden = bound.adapter.forward(bound.base, inputs, view).hidden
+    if state.context is not None:
+        return _gather_scores(bound, state.context, state.slice_of(width), hidden, rows, temperature)
     scored = torch.cat([hidden[i, : len(row)] for i, row in enumerate(rows)])
     logps, entropies = selective_log_probs(scored, torch.cat(list(rows)), bound.head, bound.vocab_size, temperature)
     lengths = [len(row) for row in rows]
     return [ReplayOutput(*pair) for pair in zip(logps.split(lengths), entropies.split(lengths), strict=True)]
+
+
+def _gather_scores(
+    bound: BoundModel,
+    context: ContextGroup,
+    part: TokenSlice,
+    hidden: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    temperature: float,
+) -> list[ReplayOutput]:
+    """The same on every rank, from `hidden` [B, width, H] of each rank's slice."""
+    own = [row[part.start : part.start + part.width] for row in rows]
+    padded = hidden.new_zeros(2, len(rows), part.width, dtype=accumulation_dtype(hidden.dtype))
+    if any(len(row) for row in own):
+        scored = torch.cat([hidden[i, : len(row)] for i, row in enumerate(own)])
+        found = selective_log_probs(scored, torch.cat(own), bound.head, bound.vocab_size, temperature)
+        taken = torch.zeros(len(rows), part.width, dtype=torch.bool, device=hidden.device)
+        for i, row in enumerate(own):
+            taken[i, : len(row)] = True
+        padded = padded.masked_scatter(taken, torch.stack(found))
+    # The sum is zero. It ties a rank without a token to its forward, whose backward the other ranks wait for.
+    padded = padded + hidden[:, :0].sum().to(padded.dtype)
+    logps, entropies = GatherReplicated.apply(padded, context).permute(1, 2, 0, 3).flatten(2)
+    return [ReplayOutput(logps[i, : len(row)], entropies[i, : len(row)]) for i, row in enumerate(rows)]

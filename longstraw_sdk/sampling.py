@@ -12,7 +12,7 @@ import torch
 from .adapter import StateView
 from .bound import BoundModel
 from .errors import ConfigurationError
-from .state import ResidentState
+from .state import ContextGroup, ResidentState
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -67,6 +67,13 @@ def generate_rows(
 def _cut(row: torch.Tensor, eos_ids: torch.Tensor) -> torch.Tensor:
     ends = torch.isin(row, eos_ids).nonzero()
     return row[: int(ends[0]) + 1] if len(ends) else row
+
+
+def agree_on_random_state(context: ContextGroup, device: torch.device) -> None:
+    """Continue every rank's draws from the first one's random state: all of them decode the same rows."""
+    torch.set_rng_state(context.broadcast(torch.get_rng_state()))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(context.broadcast(torch.cuda.get_rng_state(device)), device)
 
 
 @contextmanager

@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import get_args
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .adapter import ResidentStateAdapter, adapter_for
-from .backends import GradientBackend, LocalBackend
+from .backends import ShardingBackend, make_backend
 from .bound import BoundModel, bind_model
-from .capture import min_chunk_tokens
 from .errors import ConfigurationError, LifecycleError
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
-from .state import CudaLink, PagePool, Placement
+from .state import CudaLink, PagePool, Placement, min_forward_tokens
 from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,10 @@ class LongStrawSession:
         chunk_tokens: prompt tokens per forward in capture and sweep, at least 2 if the model has recurrent layers.
             Results do not depend on it.
         page_tokens: rows per page of resident state. Results do not depend on it.
-        backend: how gradients of several processes are reduced; None for one process.
+        backend: how gradients of several processes are reduced: "local", "accelerate" (under `accelerate launch` or
+            `torchrun`), or a `ShardingBackend`; None picks by what is launched.
+        context_parallel_size: consecutive ranks that share a prompt. They call everything with the same arguments and
+            hold 1/size of its pages each; `finalize()` sums their gradients.
         replay_tokens: how many response tokens one packed replay may hold; None replays one response at a time, which
             keeps memory independent of the group size.
         temperature: divides the logits in sampling, scoring and replay alike.
@@ -63,7 +66,8 @@ class LongStrawSession:
         prefix_adapter: PrefixAdapter = "live",
         chunk_tokens: int = 8192,
         page_tokens: int = 4096,
-        backend: GradientBackend | None = None,
+        backend: ShardingBackend | str | None = None,
+        context_parallel_size: int = 1,
         replay_tokens: int | None = None,
         temperature: float = 1.0,
         state_device: StateDevice = "auto",
@@ -81,10 +85,16 @@ class LongStrawSession:
             raise ConfigurationError(f"temperature must be a positive finite number, got {temperature!r}")
         require_trainable_lora(model)
         self.adapter = adapter_for(base_model_of(model)) if adapter is None else adapter
-        self.backend: GradientBackend = LocalBackend() if backend is None else backend
+        self.backend = _backend(backend, context_parallel_size)
+        context = self.backend.context
+        if context is not None and not self.adapter.context_parallel:
+            raise ConfigurationError(
+                f"{type(self.adapter).__name__} cannot split a prompt over {context.size} ranks; use "
+                "context_parallel_size=1, where every rank has prompts of its own"
+            )
         bound = bind_model(model, self.adapter)
         try:
-            _at_least("chunk_tokens", chunk_tokens, min_chunk_tokens(bound.specs))
+            _at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
             placement = _placement(state_device, bound.device)
             bound.check_checkpointing()
             if probe:
@@ -102,9 +112,16 @@ class LongStrawSession:
             temperature=temperature,
             verify_content=verify_content,
             placement=placement,
+            context=context,
         )
         # A session that is dropped without close() must not leave its model bound, once its prefixes are gone too.
-        self._unbind = weakref.finalize(self._core, bound.unbind)
+        guard = register_optimizer_step_pre_hook(_Unfinished(self._core))
+
+        def undo() -> None:
+            guard.remove()
+            bound.unbind()
+
+        self._unbind = weakref.finalize(self._core, undo)
         self._open: list[Prefix] = []
         self._n_prefixes = 0
         self._numbers = itertools.count()
@@ -159,9 +176,10 @@ class LongStrawSession:
         core = self._core
         for prefix in self._open:
             prefix.sweep()
-        reduced_over = self.backend.reduce_gradients(p for p in core.bound.base.parameters() if p.requires_grad)
-        result = FinalizeResult(self._n_prefixes, core.n_sweeps, core.n_swept_tokens, reduced_over)
-        core.update_is_open, self._n_prefixes, core.n_sweeps, core.n_swept_tokens = False, 0, 0, 0
+        reductions = self.backend.reduce_gradients(p for p in core.bound.base.parameters() if p.requires_grad)
+        result = FinalizeResult(self._n_prefixes, core.n_sweeps, core.n_swept_tokens, reductions)
+        core.update_is_open = core.needs_finalize = False
+        self._n_prefixes = core.n_sweeps = core.n_swept_tokens = 0
         return result
 
     def mark_weights_updated(self) -> None:
@@ -223,6 +241,25 @@ class LongStrawSession:
             )
 
 
+class _Unfinished:
+    """Refuses an optimizer step on gradients that were replayed but not finalized. Holds no session alive."""
+
+    def __init__(self, core: SessionCore):
+        self.core = weakref.ref(core)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        core = self.core()
+        if core is None or not core.needs_finalize:
+            return
+        trained = {id(p) for p in core.bound.base.parameters() if p.requires_grad}
+        if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+            raise LifecycleError(
+                "optimizer.step() was called on gradients that are not closed: responses were replayed since the last "
+                "finalize(), which sweeps the prompts and reduces the gradient over the ranks; call session.finalize() "
+                "first"
+            )
+
+
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigurationError(f"{name}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
@@ -231,6 +268,19 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _backend(backend: ShardingBackend | str | None, context_parallel_size: int) -> ShardingBackend:
+    _at_least("context_parallel_size", context_parallel_size, 1)
+    if backend is None or isinstance(backend, str):
+        return make_backend(backend or "auto", context_parallel_size)
+    found = 1 if backend.context is None else backend.context.size
+    if context_parallel_size not in (1, found):
+        raise ConfigurationError(
+            f"context_parallel_size={context_parallel_size}, but the given {type(backend).__name__} has contexts of "
+            f"{found} ranks; make it with the size you want"
+        )
+    return backend
 
 
 def _is_number(value: object) -> bool:

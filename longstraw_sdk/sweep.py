@@ -27,12 +27,15 @@ def sweep_prefix(bound: BoundModel, state: ResidentState) -> int:
 
 def _sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None:
     start, end = state.bounds[boundary - 1], state.bounds[boundary]
-    cotangents = {key: paged.cotangents(start, end) for key, paged in state.paged.items()}
+    owned = state.owned[boundary - 1], state.owned[boundary]
+    cotangents = {key: paged.cotangents(*owned) for key, paged in state.paged.items()}
     # Taken before the backward below, which collects the gradient of the opening boundary in the same place.
     cotangents |= {key: recurrent.take_cotangents() for key, recurrent in state.recurrent.items()}
 
     view = StateView(state, boundary - 1, accumulate=True)
-    produced = bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view).produced
+    produced = dict(bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view).produced)
+    for key, paged in state.paged.items():
+        produced[key] = paged.first_rows(produced[key], owned[1] - owned[0])
     roots, gradients = [], []
     for key, by_name in cotangents.items():
         for name, cotangent in by_name.items():

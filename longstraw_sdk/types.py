@@ -35,6 +35,24 @@ class ReplayOutput:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """How gradients were reduced over one group of ranks.
+
+    Args:
+        group: "context" (ranks that share a prompt) or "data" (ranks with other prompts).
+        ranks: the global ranks of the group.
+        operation: "sum" or "mean".
+        n_parameters, n_elements: what was reduced.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    operation: str
+    n_parameters: int
+    n_elements: int
+
+
+@dataclass(frozen=True)
 class FinalizeResult:
     """What one `finalize()` closed.
 
@@ -42,10 +60,10 @@ class FinalizeResult:
         n_prefixes: prompts that took part in the update.
         n_sweeps: how many of them were swept (full scope, something was accumulated).
         n_swept_tokens: prefix tokens that the sweeps forwarded and back-propagated.
-        reduced_over: names of the process groups over which the gradient was reduced; empty for one process.
+        reductions: over which groups the gradient was reduced, and how; empty for one process.
     """
 
     n_prefixes: int
     n_sweeps: int
     n_swept_tokens: int
-    reduced_over: tuple[str, ...] = ()
+    reductions: tuple[Reduction, ...] = ()

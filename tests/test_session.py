@@ -316,17 +316,42 @@ def test_refresh_refuses_to_lose_gradients(session):
 
 def test_sweep_after_a_step_is_refused(model):
     """Gradients collected under the old weights cannot be propagated through the new ones."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05)
     with open_session(model) as session:
         prefix = session.capture(PROMPT)
         prefix.replay(ROW).logps.sum().backward()
-        optimizer.step()
+        with torch.no_grad():
+            trained[0].add_(1.0)  # an optimizer step is refused, a write by hand cannot be
         with pytest.raises(StaleStateError) as caught:
             session.finalize()
         assert "release() it" in caught.value.__notes__[0]
         prefix.release()
         optimizer.zero_grad()
         assert session.finalize().n_sweeps == 0
+
+
+def test_a_step_on_gradients_that_are_not_finalized_is_refused(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    optimizer = torch.optim.SGD(trained, lr=0.05)
+    other = torch.nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    with open_session(model) as session:
+        with session.capture(PROMPT) as prefix:
+            prefix.score([ROW])
+            optimizer.step()  # nothing was replayed: no gradient of this session is in it
+        with session.capture(PROMPT) as prefix:
+            prefix.replay(ROW).logps.sum().backward()
+        with pytest.raises(LifecycleError, match=r"not closed.*session\.finalize"):
+            optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(trained, before, strict=True))
+        torch.optim.SGD([other], lr=0.5).step()  # of another model
+        assert float(other) == 0.5
+        session.finalize()
+        optimizer.step()
+        assert not torch.equal(trained[0], before[0])
+    optimizer.step()  # after close the session has no say
 
 
 def test_a_weight_update_that_version_counters_miss_can_be_declared(session):
@@ -465,7 +490,7 @@ def test_finalize_reports_what_it_closed(session):
     session.capture(OTHER_PROMPT).score([ROW])
     result = session.finalize()
     assert (result.n_prefixes, result.n_sweeps, result.n_swept_tokens) == (2, 1, len(PROMPT) - 1)
-    assert result.reduced_over == ()
+    assert result.reductions == ()
 
 
 def test_exception_in_the_block_releases_without_sweeping(session):

@@ -1,6 +1,8 @@
-"""Sharding backends: how gradients of several processes become one. One small protocol, `GradientBackend`."""
+"""Sharding backends: which ranks share a prompt, and how their gradients become one."""
 
+from .accelerate import AccelerateBackend
+from .choice import make_backend
 from .local import LocalBackend
-from .protocol import GradientBackend
+from .protocol import ShardingBackend
 
-__all__ = ["GradientBackend", "LocalBackend"]
+__all__ = ["AccelerateBackend", "LocalBackend", "ShardingBackend", "make_backend"]

@@ -7,10 +7,16 @@ from typing import Protocol
 
 from torch import nn
 
+from ..state import ContextGroup
+from ..types import Reduction
 
-class GradientBackend(Protocol):
-    """Reduces the accumulated gradients across processes, exactly once per update."""
 
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Reduce `.grad` of `parameters` in place; return the names of the groups reduced over."""
+class ShardingBackend(Protocol):
+    """Says which ranks share a prompt, and reduces the accumulated gradients over all ranks, once per update."""
+
+    context: ContextGroup | None
+    """The ranks that share a prompt; None if each has prompts of its own."""
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[Reduction, ...]:
+        """Reduce `.grad` of `parameters` in place and say how. Every rank calls it."""
         ...

@@ -31,7 +31,7 @@ BFLOAT16_RATIO = 1.5
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One comparison."""
+    """One comparison. With `context_parallel_size` every rank calls, and each compares with a reference of its own."""
 
     dtype: str = "float32"
     gradient_scope: GradientScope = "full"
@@ -42,6 +42,7 @@ class ParityCase:
     page_tokens: int = 8
     replay_tokens: int | None = None
     gradient_checkpointing: bool = False
+    context_parallel_size: int = 1
     seed: int = 0
 
 
@@ -161,6 +162,7 @@ def replay_run(
         chunk_tokens=case.chunk_tokens,
         page_tokens=case.page_tokens,
         replay_tokens=case.replay_tokens,
+        context_parallel_size=case.context_parallel_size,
         poison=True,
         verify_content=True,
     )

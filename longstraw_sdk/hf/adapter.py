@@ -88,10 +88,13 @@ class TransformersAdapter(ResidentStateAdapter):
 
     def forward(self, model: CausalLM, input_ids: torch.Tensor, view: StateView) -> DecoderOutput:
         cache = self.resident_cache(model, view, keep_rows=False)
-        positions = torch.arange(view.n_tokens, view.n_tokens + input_ids.shape[1], device=input_ids.device)
+        part = view.state.slice_of(input_ids.shape[1])
+        cache.new_ids, cache.part = input_ids, part
+        first = view.n_tokens + part.start
+        positions = torch.arange(first, first + part.width, device=input_ids.device)
         with resident_forward():
             out = model.base_model(
-                input_ids=input_ids,
+                input_ids=part.take(input_ids),
                 position_ids=positions.expand(input_ids.shape[0], -1),
                 cache=cache,
                 use_cache=False,

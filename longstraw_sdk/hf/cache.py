@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from ..adapter import StateView
 from ..errors import UnsupportedModelError
-from ..state import PagedView, StateKey
+from ..state import StateKey, TokenSlice
 from .attention import PAGE_KWARG
 
 
@@ -60,7 +60,7 @@ class KVLayer(PagedCacheLayer):
         self.key: StateKey = (layer, "kv")
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
-        self.pages = PagedView(view.state.paged[self.key], view.n_tokens, view.accumulate)
+        self.pages = view.paged(self.key, split=not keep_rows)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
@@ -82,7 +82,7 @@ class KVLayer(PagedCacheLayer):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        return self.pages.limit + (0 if self.keys is None else self.keys.shape[2])
+        return self.pages.first_new + (0 if self.keys is None else self.keys.shape[2])
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -97,6 +97,8 @@ class RecurrentLayer(LinearAttentionLayer):
         self.key: StateKey = (layer, "recurrent")
         self.record_past = True
         self.keep_rows = keep_rows
+        self.context = None if keep_rows else view.state.context
+        self.slice_of = view.state.slice_of
         self.produced: dict[StateKey, dict[str, torch.Tensor]] = {self.key: {}}
         self.sealed = False
         recurrent = view.state.recurrent[self.key]
@@ -112,13 +114,26 @@ class RecurrentLayer(LinearAttentionLayer):
         self.conv_states[0] = state.get("conv") if state is not None else None
         self.recurrent_states[0] = state["recurrent"] if state is not None else None
 
+    def tail_of(self, columns: torch.Tensor, size: int) -> torch.Tensor:
+        """The columns [B, C, size] before the forward whose own are `columns`; zeros at the start of a text."""
+        tail: torch.Tensor | None = self.conv_states[0]
+        return columns.new_zeros(*columns.shape[:-1], size) if tail is None else tail
+
+    def state_of(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """The recurrent state before the forward; zeros of `shape` at the start of a text."""
+        state: torch.Tensor | None = self.recurrent_states[0]
+        return like.new_zeros(shape) if state is None else state
+
+    def produce(self, **states: torch.Tensor) -> None:
+        """What a layer that updates no cache left behind."""
+        if not self.sealed:
+            self.produced[self.key] = states
+
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        tail = self.conv_states[0]
-        if tail is None:
-            assert conv_kernel_size is not None, "the first update names the kernel size"
-            tail = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size - 1)
+        assert conv_kernel_size is not None, "the layer names the kernel size"
+        tail = self.tail_of(conv_states, conv_kernel_size - 1)
         full = torch.cat([tail, conv_states], -1)
         if not self.sealed:
             # A copy: the slice alone would keep the whole concatenation alive, one per layer.
@@ -137,6 +152,10 @@ class ResidentCache(Cache):
     """Shows a resident state to one functional forward; `take_produced()` returns the new state with its graph."""
 
     is_compileable = False
+    new_ids: torch.Tensor | None = None
+    """LongTensor [B, T], the tokens of a forward on all ranks together; None in a generation."""
+    part: TokenSlice | None = None
+    """Those that this rank runs."""
 
     def __init__(self, layers: Sequence[ResidentLayer]):
         super().__init__(layers=list(layers))

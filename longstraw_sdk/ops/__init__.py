@@ -1,15 +1,20 @@
 """Pure tensor operators. Each fast one sits beside a plain reference with the same signature."""
 
+from .carry import carry_state, carry_tail
 from .logprobs import selective_log_probs
 from .prefix_attention import prefix_attention
 from .sparse_attention import sparse_latent_attention
-from .sparse_selection import NOT_SELECTED, index_scores, select_top_k
+from .sparse_selection import MAX_POSITION, NOT_SELECTED, index_scores, select_top_k, select_top_k_over_ranks
 
 __all__ = [
+    "MAX_POSITION",
     "NOT_SELECTED",
+    "carry_state",
+    "carry_tail",
     "index_scores",
     "prefix_attention",
     "select_top_k",
+    "select_top_k_over_ranks",
     "selective_log_probs",
     "sparse_latent_attention",
 ]

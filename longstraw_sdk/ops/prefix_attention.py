@@ -29,7 +29,8 @@ def prefix_attention(
         query: [B, Hq, T, D].
         key, value: [B, Hkv, L, D] and [B, Hkv, L, Dv], the new rows; Hq is a multiple of Hkv. L >= T: the first L - T
             rows precede the first query (what each row decoded so far), the rest is causal.
-        view: the resident rows that every one of the B rows may attend to, or None.
+        view: the resident rows that every one of the B rows may attend to, or None. If it is split, the T new tokens
+            are this rank's slice, L = T, and every rank of the context calls with equal shapes.
         scale: factor on the scores.
 
     The arithmetic is float32 (float64 for float64 inputs); the result has the dtype of `query`.
@@ -45,34 +46,14 @@ class _PrefixAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: PagedView | None, scale: float
     ) -> torch.Tensor:
         dtype = accumulation_dtype(query.dtype)
-        q, k, v = _grouped(query, key).to(dtype) * scale, _heads_first(key).to(dtype), _heads_first(value).to(dtype)
-        rows = q.shape[:-1]  # [Hkv, B, g, T]
-        top, total = q.new_empty(rows), q.new_empty(rows)
-        acc = q.new_empty(*rows, v.shape[-1])
-
-        for start, end, keys, hidden in _causal_tiles(q, k):
-            scores = _local_scores(q, k, start, end, keys, hidden)
-            tile_top = scores.amax(-1)
-            weights = torch.exp(scores - tile_top[..., None])
-            top[..., start:end] = tile_top
-            total[..., start:end] = weights.sum(-1)
-            acc[..., start:end, :] = _ungroup(weights.flatten(2, 3) @ v[:, :, :keys], q.shape[2])
-
+        q = _grouped(query, key).to(dtype) * scale
+        k, v = (_seen(_heads_first(x).to(dtype), view) for x in (key, value))
+        parts = [_attend_causally(q, k, v)]
         if view is not None:
-            # One batch axis per key-value head: all packed rows share the prefix, nothing is repeated.
-            flat_q, flat_top, flat_total, flat_acc = _flat(q), top.flatten(1), total.flatten(1), _flat(acc)
-            for block in view.blocks():
-                page_k, page_v = block.values["k"].to(dtype), block.values["v"].to(dtype)
-                for rows_slice in _row_tiles(flat_q, page_k):
-                    scores = flat_q[:, rows_slice] @ page_k.transpose(1, 2)
-                    new_top = torch.maximum(flat_top[:, rows_slice], scores.amax(-1))
-                    shrink = torch.exp(flat_top[:, rows_slice] - new_top)
-                    weights = scores.sub_(new_top[..., None]).exp_()
-                    flat_total[:, rows_slice].mul_(shrink).add_(weights.sum(-1))
-                    flat_acc[:, rows_slice].mul_(shrink[..., None]).add_(weights @ page_v)
-                    flat_top[:, rows_slice] = new_top
-        out = _ungrouped(acc / total[..., None]).to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, top + total.log())
+            parts += _merge_ranks(q, _attend_to_pages(_all_queries(q, view), v.shape[-1], view), view)
+        out, lse = _merged(parts)
+        out = _ungrouped(out).to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.view, ctx.scale = view, scale
         return out
 
@@ -82,7 +63,8 @@ class _PrefixAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         view, scale = ctx.view, ctx.scale
         dtype = accumulation_dtype(query.dtype)
-        q, k, v = _grouped(query, key).to(dtype) * scale, _heads_first(key).to(dtype), _heads_first(value).to(dtype)
+        q = _grouped(query, key).to(dtype) * scale
+        k, v = (_seen(_heads_first(x).to(dtype), view) for x in (key, value))
         d_out = _grouped(grad_outputs[0], key).to(dtype)
         delta = (d_out * _grouped(out, key).to(dtype)).sum(-1)  # [Hkv, B, g, T]
         d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -99,21 +81,127 @@ class _PrefixAttention(torch.autograd.Function):
             d_v[:, :, :keys] += weights.transpose(-1, -2) @ d_tile
 
         if view is not None:
-            flat_q, flat_d, flat_dq = _flat(q), _flat(d_out), _flat(d_q)
-            flat_lse, flat_delta = lse.flatten(1), delta.flatten(1)
-            for block in view.blocks(with_grads=True):
-                page_k, page_v = block.values["k"].to(dtype), block.values["v"].to(dtype)
-                for rows_slice in _row_tiles(flat_q, page_k):
-                    scores = flat_q[:, rows_slice] @ page_k.transpose(1, 2)
-                    weights = scores.sub_(flat_lse[:, rows_slice, None]).exp_()
-                    d_scores = flat_d[:, rows_slice] @ page_v.transpose(1, 2)
-                    d_scores.sub_(flat_delta[:, rows_slice, None]).mul_(weights)
-                    flat_dq[:, rows_slice].baddbmm_(d_scores, page_k)
-                    if block.grads is not None:
-                        block.grads["k"].baddbmm_(d_scores.transpose(1, 2), flat_q[:, rows_slice])
-                        block.grads["v"].baddbmm_(weights.transpose(1, 2), flat_d[:, rows_slice])
+            view.mark_gradient()
+            flat_q, flat_d, flat_lse, flat_delta = (
+                _all_queries(x, view) for x in (q, d_out, lse[..., None], delta[..., None])
+            )
+            d_q += _own_queries(_back_to_pages(flat_q, flat_d, flat_lse, flat_delta, view), q, view)
+            d_k, d_v = (_own_rows(x, key.shape[2], view) for x in (d_k, d_v))
         d_query = _ungrouped(d_q * scale).to(query.dtype)
         return d_query, d_k.transpose(0, 1).to(key.dtype), d_v.transpose(0, 1).to(value.dtype), None, None
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""Attention to some of the keys: output [..., Dv] and log-sum-exp [...] of the scores, -inf where there is no key."""
+
+
+def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Part:
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
+    for start, end, keys, hidden in _causal_tiles(q, k):
+        scores = _local_scores(q, k, start, end, keys, hidden)
+        tile_lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - tile_lse[..., None])
+        lse[..., start:end] = tile_lse
+        out[..., start:end, :] = _ungroup(weights.flatten(2, 3) @ v[:, :, :keys], q.shape[2])
+    return out, lse
+
+
+def _attend_to_pages(flat_q: torch.Tensor, value_dim: int, view: PagedView) -> Part:
+    """[Hkv, N, Dv] and [Hkv, N]. One batch axis per key-value head: all rows share the prefix, nothing is repeated."""
+    top = flat_q.new_full(flat_q.shape[:-1], float("-inf"))
+    total, acc = torch.zeros_like(top), flat_q.new_zeros(*top.shape, value_dim)
+    for block in view.blocks():
+        page_k, page_v = block.values["k"].to(flat_q.dtype), block.values["v"].to(flat_q.dtype)
+        for rows in _row_tiles(flat_q, page_k):
+            scores = flat_q[:, rows] @ page_k.transpose(1, 2)
+            new_top = torch.maximum(top[:, rows], scores.amax(-1))
+            shrink = torch.exp(top[:, rows] - new_top)
+            weights = scores.sub_(new_top[..., None]).exp_()
+            total[:, rows].mul_(shrink).add_(weights.sum(-1))
+            acc[:, rows].mul_(shrink[..., None]).add_(weights @ page_v)
+            top[:, rows] = new_top
+    return acc.div_(total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]), top + total.log()
+
+
+def _back_to_pages(
+    flat_q: torch.Tensor, flat_d: torch.Tensor, flat_lse: torch.Tensor, flat_delta: torch.Tensor, view: PagedView
+) -> torch.Tensor:
+    """Gradient [Hkv, N, D] of the queries through the pages; gradients of the pages go to their accumulators."""
+    flat_dq = torch.zeros_like(flat_q)
+    for block in view.blocks(with_grads=True):
+        page_k, page_v = block.values["k"].to(flat_q.dtype), block.values["v"].to(flat_q.dtype)
+        for rows in _row_tiles(flat_q, page_k):
+            scores = flat_q[:, rows] @ page_k.transpose(1, 2)
+            weights = scores.sub_(flat_lse[:, rows]).exp_()
+            d_scores = flat_d[:, rows] @ page_v.transpose(1, 2)
+            d_scores.sub_(flat_delta[:, rows]).mul_(weights)
+            flat_dq[:, rows].baddbmm_(d_scores, page_k)
+            if block.grads is not None:
+                block.grads["k"].baddbmm_(d_scores.transpose(1, 2), flat_q[:, rows])
+                block.grads["v"].baddbmm_(weights.transpose(1, 2), flat_d[:, rows])
+    return flat_dq
+
+
+def _merged(parts: list[Part]) -> Part:
+    """Attention to the union of the parts' keys."""
+    lse = torch.stack([lse for _, lse in parts]).logsumexp(0)
+    first, *others = (out * torch.exp(part_lse - lse)[..., None] for out, part_lse in parts)
+    for other in others:
+        first += other
+    return first, lse
+
+
+# Over the ranks of a context. New tokens are split by position, so each rank has its own queries and new keys, and the
+# prefix lies on all ranks: queries travel to the pages, and what they found there travels back.
+
+
+def _seen(x: torch.Tensor, view: PagedView | None) -> torch.Tensor:
+    """[Hkv, B, L, D] -> all new rows up to this rank's last one, from all ranks."""
+    if view is None or not view.split:
+        return x
+    assert view.context is not None
+    return view.context.gather(x)[: view.context.rank + 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _own_rows(d_x: torch.Tensor, n_own: int, view: PagedView) -> torch.Tensor:
+    """The reverse of `_seen` for gradients: summed over the ranks that saw a row."""
+    if not view.split:
+        return d_x
+    assert view.context is not None
+    size = view.context.size
+    padded = torch.nn.functional.pad(d_x, (0, 0, 0, size * n_own - d_x.shape[2]))
+    return view.context.sum_scatter(padded.unflatten(2, (size, n_own)).movedim(2, 0))
+
+
+def _all_queries(x: torch.Tensor, view: PagedView) -> torch.Tensor:
+    """[Hkv, B, g, T, D] -> [Hkv, N, D], the queries of all ranks."""
+    if not view.split:
+        return x.flatten(1, 3)
+    assert view.context is not None
+    return view.context.gather(x.flatten(1, 3)).transpose(0, 1).flatten(1, 2)
+
+
+def _own_queries(d_flat: torch.Tensor, q: torch.Tensor, view: PagedView) -> torch.Tensor:
+    """The reverse of `_all_queries` for gradients: each rank's pages contributed to every query."""
+    if view.context is None:
+        return d_flat.view_as(q)
+    if view.split:
+        return view.context.sum_scatter(d_flat.unflatten(1, (view.context.size, -1)).transpose(0, 1)).view_as(q)
+    return view.context.gather(d_flat).sum(0).view_as(q)
+
+
+def _merge_ranks(q: torch.Tensor, found: Part, view: PagedView) -> list[Part]:
+    """What the pages of each rank had for this rank's queries."""
+    out, lse = found
+    rows = q.shape[:-1]
+    if view.context is None:
+        return [(out.view(*rows, -1), lse.view(rows))]
+    both = torch.cat([out, lse[..., None]], -1)
+    if view.split:
+        pieces = view.context.exchange(both.unflatten(1, (view.context.size, -1)).transpose(0, 1))
+    else:
+        pieces = view.context.gather(both)
+    return [(piece[..., :-1].reshape(*rows, -1), piece[..., -1].reshape(rows)) for piece in pieces]
 
 
 def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -136,11 +224,6 @@ def _ungroup(x: torch.Tensor, n_groups: int) -> torch.Tensor:
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
     """[B, Hkv, L, D] -> [Hkv, B, L, D]."""
     return x.transpose(0, 1)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """[Hkv, B, g, T, D] -> a view [Hkv, B * g * T, D]."""
-    return x.flatten(1, 3)
 
 
 def _causal_tiles(q: torch.Tensor, k: torch.Tensor) -> Any:

@@ -9,13 +9,15 @@ accumulators.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..state.resident import PagedView, Tensors
 from ..types import accumulation_dtype
 from .autocast import without_autocast
+from .fetched_rows import FetchedRows
 from .sparse_selection import NOT_SELECTED
 
 MAX_GATHERED_ELEMENTS = 2**24
@@ -61,8 +63,9 @@ class _SparseLatentAttention(torch.autograd.Function):
         q = query.to(accumulation_dtype(query.dtype)).flatten(0, 1) * scale  # [N, H, W]
         rank = latent.shape[-1]
         out, lse = q.new_empty(*q.shape[:2], rank), q.new_empty(q.shape[:2])
-        for tile, plan in _tiles(selected, latent.shape[1], q.shape[-1], view):
-            rows = _gather(plan, latent, key_rope, view, q.dtype)
+        prefix, chosen, new_latent, new_rope = _reachable(view, selected, latent, key_rope)
+        for tile, plan in _tiles(chosen, new_latent.shape[1], q.shape[-1], prefix):
+            rows = _gather(plan, new_latent, new_rope, prefix, q.dtype)
             scores = torch.einsum("nhw,nkw->nhk", q[tile], rows).masked_fill(plan.hidden[:, None], float("-inf"))
             lse[tile] = scores.logsumexp(-1)
             out[tile] = torch.exp(scores - lse[tile][..., None]) @ rows[..., :rank]
@@ -80,19 +83,52 @@ class _SparseLatentAttention(torch.autograd.Function):
         d_out = grad_outputs[0].to(out.dtype).flatten(0, 1)
         delta = (d_out * out).sum(-1)
         d_q = torch.empty_like(q)
-        d_latent, d_rope = (torch.zeros(x.shape, dtype=q.dtype, device=x.device) for x in (latent, key_rope))
-        with view.accumulators() as of_page:
-            for tile, plan in _tiles(selected, latent.shape[1], q.shape[-1], view):
-                rows = _gather(plan, latent, key_rope, view, q.dtype)
+        prefix, chosen, new_latent, new_rope = _reachable(view, selected, latent, key_rope)
+        d_latent, d_rope = (torch.zeros(x.shape, dtype=q.dtype, device=x.device) for x in (new_latent, new_rope))
+        view.mark_gradient()
+        with prefix.accumulators() as of_page:
+            for tile, plan in _tiles(chosen, new_latent.shape[1], q.shape[-1], prefix):
+                rows = _gather(plan, new_latent, new_rope, prefix, q.dtype)
                 scores = torch.einsum("nhw,nkw->nhk", q[tile], rows).masked_fill(plan.hidden[:, None], float("-inf"))
                 weights = torch.exp(scores - lse[tile][..., None])
                 d_scores = weights * (d_out[tile] @ rows[..., :rank].transpose(1, 2) - delta[tile][..., None])
                 d_q[tile] = d_scores @ rows
                 d_rows = d_scores.transpose(1, 2) @ q[tile]
                 d_rows[..., :rank] += weights.transpose(1, 2) @ d_out[tile]
-                _scatter(plan, d_rows, d_latent, d_rope, view, of_page)
+                _scatter(plan, d_rows, d_latent, d_rope, prefix, of_page)
+        d_latent, d_rope = (_own_part(x, latent.shape[1], view) for x in (d_latent, d_rope))
         d_query = (d_q * scale).view_as(query).to(query.dtype)
         return d_query, d_latent.to(latent.dtype), d_rope.to(key_rope.dtype), None, None, None
+
+
+class Rows(Protocol):
+    """Resident rows on pages, as `PagedView` shows them."""
+
+    @property
+    def limit(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    def values(self, index: int) -> Tensors: ...
+    def accumulators(self) -> AbstractContextManager[Callable[[int], Tensors | None] | None]: ...
+
+
+def _reachable(
+    view: PagedView, selected: torch.Tensor, latent: torch.Tensor, key_rope: torch.Tensor
+) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Resident rows, the selection in terms of them, and all new rows, once everything selected is on this rank."""
+    if view.context is None:
+        return view, selected, latent, key_rope
+    fetched = FetchedRows(view, selected)
+    if view.split:
+        latent, key_rope = (view.context.gather(x).transpose(0, 1).flatten(1, 2) for x in (latent, key_rope))
+    return fetched, fetched.selected, latent, key_rope
+
+
+def _own_part(d_new: torch.Tensor, n_own: int, view: PagedView) -> torch.Tensor:
+    """Gradient of this rank's new rows, summed over the ranks that attended to them."""
+    if view.context is None or not view.split:
+        return d_new
+    return view.context.sum_scatter(d_new.unflatten(1, (view.context.size, n_own)).transpose(0, 1))
 
 
 class _Plan(NamedTuple):
@@ -105,7 +141,7 @@ class _Plan(NamedTuple):
     hidden: torch.Tensor  # [n, K], entries that select nothing
 
 
-def _tiles(selected: torch.Tensor, n_local: int, width: int, view: PagedView) -> Iterator[tuple[slice, _Plan]]:
+def _tiles(selected: torch.Tensor, n_local: int, width: int, view: Rows) -> Iterator[tuple[slice, _Plan]]:
     """Tiles of the B * S queries whose gathered rows stay under the bound."""
     n_rows, n_queries, top_k = selected.shape
     flat = selected.flatten(0, 1)
@@ -121,9 +157,7 @@ def _tiles(selected: torch.Tensor, n_local: int, width: int, view: PagedView) ->
         yield tile, _Plan(positions, order, edges, local, flat[tile] == NOT_SELECTED)
 
 
-def _gather(
-    plan: _Plan, latent: torch.Tensor, key_rope: torch.Tensor, view: PagedView, dtype: torch.dtype
-) -> torch.Tensor:
+def _gather(plan: _Plan, latent: torch.Tensor, key_rope: torch.Tensor, view: Rows, dtype: torch.dtype) -> torch.Tensor:
     """Rows [n, K, R + Dr]; zeros where nothing is selected."""
     rank, width = latent.shape[-1], latent.shape[-1] + key_rope.shape[-1]
     rows = torch.zeros(len(plan.order), width, dtype=dtype, device=latent.device)
@@ -143,7 +177,7 @@ def _scatter(
     d_rows: torch.Tensor,
     d_latent: torch.Tensor,
     d_rope: torch.Tensor,
-    view: PagedView,
+    view: Rows,
     of_page: Callable[[int], Tensors | None] | None,
 ) -> None:
     """Add gradients of the gathered rows to those of the local rows and to the accumulators of the pages."""

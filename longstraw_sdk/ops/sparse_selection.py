@@ -12,14 +12,20 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import NumericsError
+from ..state import ContextGroup
 from .autocast import without_autocast
 
 MAX_TILE_ELEMENTS = 2**22
 """Bound on the per-head scores held at once (16 MiB in float32); more queries are tiled."""
 
 NOT_SELECTED = -1
+Tile = tuple[int | torch.Tensor, torch.Tensor]
+"""Position of the first key, or LongTensor [T] of all positions, and keys [T, D] or [B, T, D]; keys with one batch
+entry serve all rows."""
+
 _LEAST = torch.iinfo(torch.int64).min
-_MAX_POSITION = 2**32 - 1
+MAX_POSITION = 2**32 - 1
+"""Behind every query, so that no query selects a key with it."""
 _FLOAT32 = torch.zeros((), dtype=torch.float32)
 
 
@@ -28,7 +34,7 @@ def select_top_k(
     query: torch.Tensor,
     weights: torch.Tensor,
     query_positions: torch.Tensor,
-    tiles: Iterable[tuple[int, torch.Tensor]],
+    tiles: Iterable[Tile],
     top_k: int,
     scale: float,
 ) -> torch.Tensor:
@@ -42,36 +48,98 @@ def select_top_k(
         query: [B, S, H, D].
         weights: [B, S, H].
         query_positions: LongTensor [S], the absolute position of each query.
-        tiles: (position of the first key, keys [T, D] or [B, T, D]); keys with one batch entry serve all rows. Keep
-            their bounds on a fixed grid: a score's last bits depend on the shape of the product it comes from.
+        tiles: keep their bounds on a fixed grid: a score's last bits depend on the shape of the product it comes from.
         top_k: keys per query.
         scale: factor on the products.
 
     Raises `NumericsError` if a score is not finite.
     """
+    best, finite = _best(query, weights, query_positions, tiles, top_k, scale)
+    _require(bool(finite))
+    return unpack_positions(best).sort(-1).values
+
+
+@without_autocast
+def select_top_k_over_ranks(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    query_positions: torch.Tensor,
+    resident_tiles: Iterable[Tile],
+    new_tiles: Iterable[Tile],
+    top_k: int,
+    scale: float,
+    context: ContextGroup,
+    *,
+    split: bool,
+) -> torch.Tensor:
+    """`select_top_k` where each rank has some of the resident keys, and with `split` its own queries.
+
+    Queries travel to the keys, and the `top_k` candidates of each rank travel back.
+
+    Args:
+        resident_tiles: this rank's keys of the prefix.
+        new_tiles: the keys of all new tokens that this rank's queries may see.
+    """
+    asked = (query, weights, query_positions)
+    if split:
+        asked = (
+            context.gather(query).transpose(0, 1).flatten(1, 2),
+            context.gather(weights).transpose(0, 1).flatten(1, 2),
+            context.gather(query_positions).flatten(),
+        )
+    found, finite_here = _best(*asked, resident_tiles, top_k, scale)
+    found = torch.nn.functional.pad(found, (0, top_k - found.shape[-1]), value=_LEAST)
+    if split:
+        pieces = context.exchange(found.unflatten(1, (context.size, -1)).transpose(0, 1))
+    else:
+        pieces = context.gather(found)
+    best, finite = _best(query, weights, query_positions, new_tiles, top_k, scale)
+    for piece in pieces:
+        best = merge_top_k(best, piece, top_k)
+    _require(context.agree(bool(finite_here & finite)))
+    return unpack_positions(best).sort(-1).values
+
+
+def _best(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    query_positions: torch.Tensor,
+    tiles: Iterable[Tile],
+    top_k: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed keys [B, S, at most K] of the best, unordered, and whether all scores were finite."""
     batch, n_queries, n_heads, _ = query.shape
     best: list[torch.Tensor | None] = []
     finite = torch.ones((), dtype=torch.bool, device=query.device)
     spans: list[slice] = []
-    for first, keys in tiles:
+    for where, keys in tiles:
         keys = keys if keys.ndim == 3 else keys[None]
         if not spans:
             size = max(1, MAX_TILE_ELEMENTS // (batch * n_heads * max(1, keys.shape[1])))
             spans = [slice(i, min(i + size, n_queries)) for i in range(0, n_queries, size)]
             best = [None] * len(spans)
-        positions = torch.arange(first, first + keys.shape[1], device=query.device)
+        if isinstance(where, torch.Tensor):
+            positions = where
+        else:
+            positions = torch.arange(where, where + keys.shape[1], device=query.device)
         for i, span in enumerate(spans):
             scores = index_scores(query[:, span], weights[:, span], keys, scale)
             finite &= scores.isfinite().all()
             packed = pack_keys(scores, positions)
             packed = packed.masked_fill(positions > query_positions[span, None], _LEAST)
             best[i] = merge_top_k(best[i], packed, top_k)
-    if not bool(finite):
+    if not best:
+        return torch.empty(batch, n_queries, 0, dtype=torch.int64, device=query.device), finite
+    return torch.cat([b for b in best if b is not None], 1), finite
+
+
+def _require(finite: bool) -> None:
+    if not finite:
         raise NumericsError(
             "the sparse-attention indexer gave a score that is not finite, so no selection is right; check the "
             "weights, the dtype and the positions"
         )
-    return unpack_positions(torch.cat([b for b in best if b is not None], 1)).sort(-1).values
 
 
 def index_scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
@@ -92,12 +160,12 @@ def pack_keys(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     # Cast to the dtype of a tensor: a float64 reference run redirects casts that name float32. Adding zero folds -0.0.
     bits = (scores.to(_FLOAT32.to(scores.device)) + 0.0).contiguous().view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.long() << 32) | (_MAX_POSITION - positions)
+    return (ordered.long() << 32) | (MAX_POSITION - positions)
 
 
 def unpack_positions(packed: torch.Tensor) -> torch.Tensor:
     """The positions in `pack_keys`, `NOT_SELECTED` where there is none."""
-    return torch.where(packed == _LEAST, NOT_SELECTED, _MAX_POSITION - (packed & _MAX_POSITION))
+    return torch.where(packed == _LEAST, NOT_SELECTED, MAX_POSITION - (packed & MAX_POSITION))
 
 
 def merge_top_k(best: torch.Tensor | None, packed: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Resident state: what survives of a prompt, who owns it, and the proof that nobody touched it."""
 
+from .context import ContextGroup, GatherReplicated, TokenSlice
 from .pool import Page, PagePool
 from .resident import PagedLayerState, PagedView, RecurrentLayerState, ResidentState
 from .specs import (
@@ -11,6 +12,7 @@ from .specs import (
     RecurrentSpec,
     StateKey,
     StateSpec,
+    min_forward_tokens,
 )
 from .staging import CudaLink, Link, Placement
 from .witness import Witness
@@ -18,7 +20,9 @@ from .witness import Witness
 __all__ = [
     "AttentionKVSpec",
     "Component",
+    "ContextGroup",
     "CudaLink",
+    "GatherReplicated",
     "IndexerKeySpec",
     "Link",
     "MLALatentSpec",
@@ -33,5 +37,7 @@ __all__ = [
     "ResidentState",
     "StateKey",
     "StateSpec",
+    "TokenSlice",
     "Witness",
+    "min_forward_tokens",
 ]

@@ -15,8 +15,9 @@ import torch
 
 from ..errors import UseAfterReleaseError
 from ..types import accumulation_dtype
+from .context import ContextGroup, RowMap, TokenSlice
 from .pool import Page, PagePool
-from .specs import Component, PagedSpec, RecurrentSpec, StateKey, StateSpec
+from .specs import Component, PagedSpec, RecurrentSpec, StateKey, StateSpec, min_forward_tokens
 from .staging import Link, PageTensors, Stager
 
 Tensors = Mapping[str, torch.Tensor]
@@ -30,7 +31,7 @@ class Block(NamedTuple):
 
 
 class PagedLayerState:
-    """Rows of one layer, one per prefix token, on pages owned by one prompt."""
+    """Rows of one layer, one per prefix token that this rank runs, on pages owned by one prompt."""
 
     def __init__(self, spec: PagedSpec, pool: PagePool, owner: str, device: torch.device):
         self.spec = spec
@@ -65,6 +66,14 @@ class PagedLayerState:
     @property
     def page_tokens(self) -> int:
         return self._pool.page_tokens
+
+    @property
+    def compute_device(self) -> torch.device:
+        return self.device if self.stager is None else self.stager.device
+
+    def first_rows(self, rows: Tensors, n: int) -> dict[str, torch.Tensor]:
+        """The first `n` of `rows` (name -> [1, *leading, T, *trailing]), without the padding of a slice."""
+        return {c.name: rows[c.name].narrow(c.token_dim + 1, 0, n) for c in self.components}
 
     def values(self, index: int, limit: int) -> Tensors:
         """Page `index` of the first `limit` rows, on the compute device."""
@@ -121,6 +130,11 @@ class PagedLayerState:
         """Collected gradients of rows `start` to `end`: name -> [1, *leading, end - start, *trailing]; {} if none."""
         if not self.has_gradient:
             return {}
+        if start == end:
+            return {
+                c.name: torch.zeros(1, *c.leading, 0, *c.trailing, dtype=c.dtype, device=self.compute_device)
+                for c in self._accumulator_components
+            }
         page_tokens = self._pool.page_tokens
         pieces: dict[str, list[torch.Tensor]] = {c.name: [] for c in self._accumulator_components}
         for index in range(start // page_tokens, -(-end // page_tokens)):
@@ -141,6 +155,10 @@ class PagedLayerState:
         return sum(page.n_bytes for page in self.pages) + sum(page.n_bytes for page in self._accumulators)
 
     @property
+    def differentiable(self) -> bool:
+        return any(c.differentiable for c in self.components)
+
+    @property
     def _accumulator_components(self) -> tuple[Component, ...]:
         return tuple(replace(c, dtype=accumulation_dtype(c.dtype)) for c in self.components if c.differentiable)
 
@@ -157,11 +175,27 @@ def _rows(page: Page, components: Sequence[Component], start: int, end: int) -> 
 
 
 class PagedView(NamedTuple):
-    """What one forward may read of a layer: its first `limit` rows; `accumulate` collects their gradients."""
+    """What one forward may read of a layer: its first `limit` rows; `accumulate` collects their gradients.
+
+    With a `row_map` other rows are on other ranks, and `split` says whether the new tokens are split as well or are the
+    same on every rank. `n_tokens` counts the prefix tokens on all ranks, None if this one has them all.
+    """
 
     layer_state: PagedLayerState
     limit: int
     accumulate: bool
+    row_map: RowMap | None = None
+    split: bool = False
+    n_tokens: int | None = None
+
+    @property
+    def context(self) -> ContextGroup | None:
+        return None if self.row_map is None else self.row_map.context
+
+    @property
+    def first_new(self) -> int:
+        """Position of the first token behind the prefix."""
+        return self.limit if self.n_tokens is None else self.n_tokens
 
     @property
     def page_tokens(self) -> int:
@@ -173,6 +207,11 @@ class PagedView(NamedTuple):
     def accumulators(self) -> AbstractContextManager[Callable[[int], Tensors | None] | None]:
         """Gradients of a page by its index, to add to within the block; None where gradients are not collected."""
         return self.layer_state.accumulators(self.limit) if self.accumulate else nullcontext()
+
+    def mark_gradient(self) -> None:
+        """Gradients are being collected, even if this rank holds no row: the sweep takes the same path on all ranks."""
+        if self.context is not None and self.accumulate:
+            self.layer_state.has_gradient |= self.layer_state.differentiable
 
     def blocks(self, *, with_grads: bool = False) -> Iterator[Block]:
         return self.layer_state.blocks(self.limit, with_grads=with_grads and self.accumulate)
@@ -249,6 +288,8 @@ class ResidentState:
         pool: where pages come from; the state opens `owner` there and releases it.
         device: where pages live.
         link: how pages in host memory get to the compute device, the device of `prefix_ids`; None if they live there.
+        context: the ranks that share the prefix; each then keeps the rows that it computed of every chunk, and all keep
+            the same recurrent states. None if this rank keeps everything.
     """
 
     def __init__(
@@ -259,11 +300,17 @@ class ResidentState:
         owner: str,
         device: torch.device,
         link: Link | None = None,
+        context: ContextGroup | None = None,
     ):
         self.prefix_ids = prefix_ids
+        self.context = context
+        self.min_forward_tokens = min_forward_tokens(specs)
         self.pool = pool
         self.owner = owner
         self.bounds: list[int] = [0]
+        self.row_map = None if context is None else RowMap(context, self.min_forward_tokens)
+        self.owned: list[int] = [0]
+        """Rows that this rank keeps of the tokens before each boundary."""
         pool.open(owner)
         self.paged: dict[StateKey, PagedLayerState] = {
             spec.key: PagedLayerState(spec, pool, owner, device) for spec in specs if isinstance(spec, PagedSpec)
@@ -308,13 +355,23 @@ class ResidentState:
         """Bytes held now: pages, boundary states, accumulators."""
         return sum(layer.n_bytes for layer in self._layers)
 
+    def slice_of(self, n_tokens: int, rank: int | None = None) -> TokenSlice:
+        """Which of `n_tokens` new tokens `rank` of the context (this one if None) runs."""
+        if self.context is None:
+            return TokenSlice(0, n_tokens, n_tokens)
+        return self.context.slice_of(n_tokens, self.min_forward_tokens, rank)
+
     def append_chunk(self, n_tokens: int, produced: Mapping[StateKey, Tensors], *, keep_boundaries: bool) -> None:
-        """Store what a chunk of `n_tokens` produced."""
+        """Store what a chunk of `n_tokens` produced: rows of this rank's slice of it, and the states at its end."""
         if self.stager is not None:
             self.stager.drop()
+        n_own = self.slice_of(n_tokens).n_real
         for key, paged in self.paged.items():
-            paged.append(produced[key])
+            paged.append(paged.first_rows(produced[key], n_own))
         self.bounds.append(self.n_tokens + n_tokens)
+        self.owned.append(self.owned[-1] + n_own)
+        if self.row_map is not None:
+            self.row_map.append(n_tokens)
         for key, recurrent in self.recurrent.items():
             recurrent.put(self.last_boundary, produced[key], keep_earlier=keep_boundaries)
 

@@ -6,6 +6,7 @@ truth about sizes. A paged spec grows with the prompt; a recurrent spec has a fi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar
@@ -167,3 +168,12 @@ class RecurrentSpec(StateSpec):
     def accumulator_bytes(self) -> int:
         """Bytes of the one live set of state gradients that full scope holds."""
         return sum(component.accumulator_bytes for component in self.components)
+
+
+def min_forward_tokens(specs: Iterable[StateSpec]) -> int:
+    """Fewest tokens of a forward behind a resident state: 2 where a layer is recurrent, otherwise 1.
+
+    One-token forwards take another kernel in recurrent layers, one whose backward flash-linear-attention does not
+    have. From an empty state even one token takes the chunk kernel, so a prefix of a single token is its own chunk.
+    """
+    return 2 if any(isinstance(spec, RecurrentSpec) for spec in specs) else 1

@@ -11,6 +11,7 @@ class DenseAdapter(TransformersAdapter):
     """Any transformers decoder with full softmax attention in every layer. Keys and values are all it keeps."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+    context_parallel: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q_proj",
         "k_proj",

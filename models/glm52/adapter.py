@@ -36,6 +36,7 @@ class GLM52Adapter(TransformersAdapter):
     model_types: ClassVar[tuple[str, ...]] = ("glm_moe_dsa",)
     layer_types: ClassVar[tuple[str, ...]] = ("indexed_attention",)
     latent_attention: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q_a_proj",
         "q_b_proj",
@@ -81,7 +82,10 @@ class GLM52Adapter(TransformersAdapter):
         def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             cache = kwargs.get("cache")
             if isinstance(cache, LatentCache) and self.tape.mode != "off":
-                cache.begin(self.tape.open_pass(cache.end_keys, kwargs["input_ids"]))
+                if cache.part is None or cache.new_ids is None:
+                    cache.begin(self.tape.open_pass(cache.end_keys, kwargs["input_ids"]))
+                else:
+                    cache.begin(self.tape.open_pass(cache.end_keys, cache.new_ids, cache.part))
 
         undo = [swap_attention(model, self.tape), swap_experts(model), swap_deciders(model, self.tape)]
         undo.append(model.base_model.register_forward_pre_hook(begin, with_kwargs=True).remove)

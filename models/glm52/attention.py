@@ -18,11 +18,11 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 )
 
 from longstraw_sdk.errors import ConfigurationError
-from longstraw_sdk.ops import select_top_k, sparse_latent_attention
+from longstraw_sdk.hf.swap import swap_classes
+from longstraw_sdk.ops import select_top_k, select_top_k_over_ranks, sparse_latent_attention
 from longstraw_sdk.types import accumulation_dtype
 
 from .cache import LatentCache, LatentLayer
-from .swap import swap_classes
 from .tape import DecisionTape
 
 
@@ -71,6 +71,7 @@ class ResidentGlmMoeDsaAttention(GlmMoeDsaAttention):
             assert prev_topk_indices is not None, "the first layer has an indexer: checked at construction"
             selected = prev_topk_indices
         else:
+            first += 0 if cache.part is None else cache.part.start
             selected = _select(self.indexer, hidden_states, residual, position_embeddings, layer, first)
             if cache.tape_pass is not None:
                 selected = cache.tape_pass.decide("selection", self.layer_idx, selected)
@@ -100,14 +101,13 @@ def _select(
     """Selected positions [B, S, K] by the layer's own indexer, as `GlmMoeDsaIndexer.forward` computes them."""
     query, key, weights = indexer_projections(indexer, hidden, residual, position_embeddings)
     (keys,) = layer.append(layer.indexer_key, key=key)
-    return select_top_k(
-        query,
-        weights,
-        torch.arange(first, first + hidden.shape[1], device=hidden.device),
-        layer.index_tiles(keys),
-        indexer.index_topk,
-        indexer.softmax_scale,
-    )
+    assert layer.index is not None, "the layer has an indexer"
+    asked = (query, weights, torch.arange(first, first + hidden.shape[1], device=hidden.device))
+    limits = (indexer.index_topk, indexer.softmax_scale)
+    if layer.index.context is None:
+        return select_top_k(*asked, layer.index_tiles(keys), *limits)
+    tiles = (layer.resident_tiles(), layer.new_tiles(keys))
+    return select_top_k_over_ranks(*asked, *tiles, *limits, layer.index.context, split=layer.index.split)
 
 
 def indexer_projections(

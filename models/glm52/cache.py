@@ -10,7 +10,9 @@ import torch
 from longstraw_sdk.adapter import StateView
 from longstraw_sdk.errors import LifecycleError
 from longstraw_sdk.hf.cache import PagedCacheLayer, ResidentCache
-from longstraw_sdk.state import PagedView, StateKey
+from longstraw_sdk.ops import MAX_POSITION
+from longstraw_sdk.ops.sparse_selection import Tile
+from longstraw_sdk.state import StateKey
 
 from .tape import TapePass
 
@@ -22,9 +24,9 @@ class LatentLayer(PagedCacheLayer):
         super().__init__(keep_rows=keep_rows)
         self.latent_key: StateKey = (layer, "mla_latent")
         self.indexer_key: StateKey = (layer, "indexer_key")
-        self.latents = PagedView(view.state.paged[self.latent_key], view.n_tokens, view.accumulate)
-        indexer_keys = view.state.paged.get(self.indexer_key)
-        self.index = None if indexer_keys is None else PagedView(indexer_keys, view.n_tokens, accumulate=False)
+        self.latents = view.paged(self.latent_key, split=not keep_rows)
+        has_indexer = self.indexer_key in view.state.paged
+        self.index = view.paged(self.indexer_key, split=not keep_rows) if has_indexer else None
         self.rows: dict[str, torch.Tensor] = {}
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +48,7 @@ class LatentLayer(PagedCacheLayer):
         A tile always spans a whole page, padded with zeros behind the last key, because the bits of a score depend on
         the shape of the product that it comes from. Causality hides the padding.
         """
-        assert self.index is not None, "only layers with an indexer ask"
+        assert self.index is not None and self.index.context is None, "only layers with an indexer ask"
         size, limit = self.index.page_tokens, self.index.limit
         n_whole = limit // size
         for page in range(n_whole):
@@ -59,8 +61,29 @@ class LatentLayer(PagedCacheLayer):
         for start in range(0, rest.shape[1], size):
             yield n_whole * size + start, rest[:, start : start + size]
 
+    def resident_tiles(self) -> Iterator[Tile]:
+        """Indexer keys of this rank's part of a split prefix, page by page; padding lies behind every query."""
+        assert self.index is not None and self.index.row_map is not None
+        size = self.index.page_tokens
+        positions = self.index.row_map.own_positions(self.index.limit, self.index.layer_state.compute_device)
+        for page in range(-(-self.index.limit // size)):
+            keys = self.index.values(page)["key"]
+            padding = size - len(keys)
+            where = torch.nn.functional.pad(positions[page * size :][:size], (0, padding), value=MAX_POSITION)
+            yield where, torch.nn.functional.pad(keys, (0, 0, 0, padding))
+
+    def new_tiles(self, local: torch.Tensor) -> Iterator[Tile]:
+        """Indexer keys behind a split prefix, on a grid of the page size; `local` [B, L, D] are this rank's."""
+        assert self.index is not None and self.index.context is not None
+        size = self.index.page_tokens
+        if self.index.split:
+            local = self.index.context.gather(local).transpose(0, 1).flatten(1, 2)
+        local = torch.nn.functional.pad(local, (0, 0, 0, -local.shape[1] % size))
+        for start in range(0, local.shape[1], size):
+            yield self.index.first_new + start, local[:, start : start + size]
+
     def get_seq_length(self) -> int:
-        return self.latents.limit + (self.rows["latent"].shape[1] if "latent" in self.rows else 0)
+        return self.latents.first_new + (self.rows["latent"].shape[1] if "latent" in self.rows else 0)
 
 
 class LatentCache(ResidentCache):

@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExperts
 
-from .swap import swap_classes
+from longstraw_sdk.hf.swap import swap_classes
 
 Factors = list[tuple[float, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
 """(scale, A [r, in] per expert, B [out, r] per expert) of each active adapter; a linear counts as one expert."""

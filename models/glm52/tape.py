@@ -22,15 +22,15 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexe
 
 from longstraw_sdk.adapter import StateView
 from longstraw_sdk.errors import ConfigurationError
+from longstraw_sdk.hf.swap import swap_classes
 from longstraw_sdk.ops import NOT_SELECTED
-from longstraw_sdk.state import ResidentState
+from longstraw_sdk.state import ResidentState, TokenSlice
 from longstraw_sdk.types import CausalLM
-
-from .swap import swap_classes
 
 TapeMode = Literal["off", "record", "replay"]
 _MODES = ("off", "record", "replay")
 _NO_ENTRY = -2
+_PADDING = -1  # no token has this id
 _EMPTY = 0
 """The chain key of no tokens."""
 
@@ -83,11 +83,18 @@ class DecisionTape:
         """Per kind of choice ("experts", "selection"), the share of tokens and layers whose own choice differed."""
         return {kind: self._flipped[kind] / seen for kind, seen in self._seen.items()}
 
-    def open_pass(self, start_keys: Sequence[int], input_ids: torch.Tensor) -> TapePass:
-        """A pass over `input_ids` [B, T], whose row b continues a sequence with key `start_keys[b]`."""
+    def open_pass(self, start_keys: Sequence[int], input_ids: torch.Tensor, part: TokenSlice | None = None) -> TapePass:
+        """A pass over `input_ids` [B, T], whose row b continues a sequence with key `start_keys[b]`.
+
+        Only the layers' choices for `part` are asked for; its padding is a text of its own, which nobody looks up.
+        """
         rows = [chain_keys(start, ids) for start, ids in zip(start_keys, input_ids.tolist(), strict=True)]
+        ends = [row[-1] for row in rows]
+        if part is not None:
+            stop, padding = part.start + part.n_real, [_PADDING] * (part.width - part.n_real)
+            rows = [row[part.start : stop] + chain_keys(end, padding) for row, end in zip(rows, ends, strict=True)]
         slots = [[self._slots.setdefault(key, len(self._slots)) for key in row] for row in rows]
-        return TapePass(self, torch.tensor(slots), [row[-1] for row in rows])
+        return TapePass(self, torch.tensor(slots), ends)
 
     def prefix_key(self, view: StateView) -> int:
         """Chain key of the prefix that `view` shows."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from longstraw_sdk.hf import TransformersAdapter
 from longstraw_sdk.state import RecurrentSpec, StateSpec
-from longstraw_sdk.types import accumulation_dtype
+from longstraw_sdk.types import CausalLM, accumulation_dtype
+
+from .split import swap_gated_delta_net
 
 
 class Qwen36Adapter(TransformersAdapter):
@@ -18,6 +21,7 @@ class Qwen36Adapter(TransformersAdapter):
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text",)
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "linear_attention")
+    context_parallel: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q_proj",
         "k_proj",
@@ -32,6 +36,15 @@ class Qwen36Adapter(TransformersAdapter):
         "up_proj",
         "down_proj",
     )
+
+    def install(self, model: CausalLM) -> Callable[[], None]:
+        undo = [super().install(model), swap_gated_delta_net(model)]
+
+        def uninstall() -> None:
+            for restore in undo:
+                restore()
+
+        return uninstall
 
     def layer_spec(self, config: Any, layer: int, layer_type: str, dtype: torch.dtype) -> StateSpec:
         if layer_type != "linear_attention":

@@ -1,0 +1,85 @@
+"""Several processes under `accelerate launch` or `torchrun`, by torch.distributed process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..state import ContextGroup
+from ..types import Reduction, accumulation_dtype
+
+
+class AccelerateBackend:
+    """Context parallelism over consecutive ranks, data parallelism over the rest.
+
+    Every rank of a context computes the same loss of the same prompt, and its gradient is the part that went through
+    its own tokens: parts are summed. Over the ranks that had other prompts the gradient is averaged, as DDP does.
+
+    Args:
+        context_parallel_size: ranks per prompt; must divide the number of processes.
+    """
+
+    def __init__(self, context_parallel_size: int = 1):
+        from accelerate import PartialState
+        from accelerate.utils import parse_flag_from_env
+
+        on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+        world_size = PartialState(cpu=on_cpu).num_processes  # initialises torch.distributed as the launcher says
+        if context_parallel_size < 1 or world_size % context_parallel_size:
+            raise ConfigurationError(
+                f"context_parallel_size={context_parallel_size} does not divide the {world_size} processes that are "
+                "running; launch a multiple of it"
+            )
+        self.context: ContextGroup | None = None
+        self.data: ContextGroup | None = None
+        if world_size > 1:
+            context, data = _groups(world_size, context_parallel_size)
+            self.context = ContextGroup(context) if context_parallel_size > 1 else None
+            self.data = ContextGroup(data) if world_size > context_parallel_size else None
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[Reduction, ...]:
+        trained = list(parameters)
+        reductions = []
+        for group, name, operation in ((self.context, "context", "sum"), (self.data, "data", "mean")):
+            if group is not None:
+                reduced = _reduce(trained, group, mean=operation == "mean")
+                reductions.append(
+                    Reduction(name, tuple(dist.get_process_group_ranks(group.group)), operation, *reduced)
+                )
+        return tuple(reductions)
+
+
+@cache
+def _groups(world_size: int, context_parallel_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's context and data group. Made once: process groups are not garbage-collected."""
+    rank, size = dist.get_rank(), context_parallel_size
+    contexts = [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
+    data = [dist.new_group(range(offset, world_size, size)) for offset in range(size)]
+    return contexts[rank // size], data[rank % size]
+
+
+def _reduce(parameters: list[nn.Parameter], group: ContextGroup, *, mean: bool) -> tuple[int, int]:
+    """Reduce every gradient that at least one rank has; returns how many parameters and elements those are."""
+    if not parameters:
+        return 0, 0
+    device = parameters[0].device
+    have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=device)
+    anywhere = group.gather(have).any(0).tolist()
+    taken = [p for p, found in zip(parameters, anywhere, strict=True) if found]
+    for p in taken:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    for dtype in dict.fromkeys(p.grad.dtype for p in taken if p.grad is not None):
+        gradients = [p.grad for p in taken if p.grad is not None and p.grad.dtype == dtype]
+        flat = torch.cat([g.flatten() for g in gradients]).to(accumulation_dtype(dtype))
+        total = group.gather(flat).sum(0)  # in rank order, so every rank has the same bits
+        if mean:
+            total /= group.size
+        for gradient, piece in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+    return len(taken), sum(p.numel() for p in taken)

@@ -1,0 +1,151 @@
+"""Context parallelism: the ranks that share one prompt, and which of its tokens each of them runs.
+
+Every forward of T new tokens is split over the ranks by position, in capture, replay and sweep alike, and a rank keeps
+the rows that it computed. So each chunk of the prompt lies evenly on all ranks: attention to the prefix costs every
+rank the same from the first chunk to the last, where one long span per rank would leave all but the first idle early
+on and give the last most of the causal work.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+
+class TokenSlice(NamedTuple):
+    """The tokens of one forward that this rank runs: `n_real` from `start` on, padded to `width` as on every rank."""
+
+    start: int
+    n_real: int
+    width: int
+
+    def take(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, T] -> [B, width]; padding repeats the first token, whatever it is: causality hides it."""
+        own = tokens[:, self.start : self.start + self.n_real]
+        return torch.cat([own, tokens[:, :1].expand(-1, self.width - self.n_real)], 1)
+
+
+class ContextGroup:
+    """The ranks of one prompt. Blocking collectives over stacked tensors; `received_bytes` counts what comes in.
+
+    Every method must be called by all ranks of the group in the same order, with equal shapes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.received_bytes = 0
+
+    def slice_of(self, n_tokens: int, min_width: int = 1, rank: int | None = None) -> TokenSlice:
+        """The part of `n_tokens` of `rank` (this one if None); a rank behind the last token has none."""
+        width = max(min_width, -(-n_tokens // self.size))
+        start = min((self.rank if rank is None else rank) * width, n_tokens)
+        return TokenSlice(start, min(width, n_tokens - start), width)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[W, *x.shape], one entry per rank."""
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        self._count(x, self.size - 1)
+        dist.all_gather(list(out.unbind(0)), x, group=self.group)
+        return out
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Entry s of `x` [W, ...] goes to rank s; returns what every rank had for this one, [W, ...]."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._count(x[0], self.size - 1)
+        dist.all_to_all_single(out, x, group=self.group)
+        return out
+
+    def exchange_uneven(self, x: torch.Tensor, n_sent: list[int], n_received: list[int]) -> torch.Tensor:
+        """The first `n_sent[0]` rows of `x` [N, ...] go to rank 0, and so on; returns what came, in rank order."""
+        x = x.contiguous()
+        out = x.new_empty(sum(n_received), *x.shape[1:])
+        self.received_bytes += out[:1].nbytes * (sum(n_received) - n_received[self.rank]) if len(out) else 0
+        dist.all_to_all_single(out, x, n_received, n_sent, group=self.group)
+        return out
+
+    def sum_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's entry of the sum of all ranks' `x` [W, ...]. Summed in rank order, so that it is reproducible."""
+        return self.exchange(x).sum(0)
+
+    def agree(self, flag: bool) -> bool:
+        """Whether `flag` is true on every rank."""
+        own = torch.tensor([flag], dtype=torch.uint8, device=self._device)
+        return bool(self.gather(own).all())
+
+    def same(self, value: int) -> bool:
+        """Whether `value`, which fits in 63 bits, is equal on every rank."""
+        found = self.gather(torch.tensor([value], dtype=torch.int64, device=self._device))
+        return bool((found == value).all())
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """The first rank's `x`."""
+        return self.gather(x.to(self._device))[0].to(x.device)
+
+    @property
+    def _device(self) -> torch.device:
+        backend = dist.get_backend(self.group)
+        return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+    def _count(self, x: torch.Tensor, n: int) -> None:
+        self.received_bytes += n * x.nbytes
+
+
+class RowMap:
+    """Where the row of a prefix token is: each rank keeps its slices of all chunks, one behind the other."""
+
+    def __init__(self, context: ContextGroup, min_width: int):
+        self.context = context
+        self.min_width = min_width
+        self._bounds = [0]
+        self._widths: list[int] = []
+        self._firsts = [[0] * context.size]  # per chunk and rank, the row that the chunk's slice begins with
+        self._tensors: tuple[torch.Tensor, ...] = ()
+
+    def append(self, n_tokens: int) -> None:
+        """A chunk of `n_tokens` was stored."""
+        slices = [self.context.slice_of(n_tokens, self.min_width, rank) for rank in range(self.context.size)]
+        self._bounds.append(self._bounds[-1] + n_tokens)
+        self._widths.append(slices[0].width)
+        self._firsts.append([first + s.n_real for first, s in zip(self._firsts[-1], slices, strict=True)])
+        self._tensors = ()
+
+    def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rank, row) of each position, LongTensors of its shape; all positions must be stored."""
+        if not self._tensors or self._tensors[0].device != positions.device:
+            parts = (self._bounds, self._widths, self._firsts)
+            self._tensors = tuple(torch.tensor(p, dtype=torch.int64, device=positions.device) for p in parts)
+        bounds, widths, firsts = self._tensors
+        chunk = torch.searchsorted(bounds, positions, right=True) - 1
+        offset = positions - bounds[chunk]
+        rank = offset // widths[chunk]
+        return rank, firsts[chunk, rank] + offset % widths[chunk]
+
+    def own_positions(self, n_rows: int, device: torch.device) -> torch.Tensor:
+        """Position of each of the first `n_rows` rows of this rank, ascending."""
+        rank = self.context.rank
+        pieces = [
+            torch.arange(bound + rank * width, bound + rank * width + last[rank] - first[rank])
+            for bound, width, first, last in zip(
+                self._bounds, self._widths, self._firsts[:-1], self._firsts[1:], strict=False
+            )
+        ]
+        return torch.cat([torch.arange(0), *pieces])[:n_rows].to(device)
+
+
+class GatherReplicated(torch.autograd.Function):
+    """[...] per rank -> [W, ...] for consumers that compute the same on every rank, so that no gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+        ctx.rank = group.rank
+        return group.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return grad_outputs[0][ctx.rank], None
