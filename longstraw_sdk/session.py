@@ -94,6 +94,7 @@ class LongStrawSession:
             )
         bound = bind_model(model, self.adapter)
         try:
+            self.backend.share_parameters(p for p in bound.base.parameters() if p.requires_grad)
             _at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
             placement = _placement(state_device, bound.device)
             bound.check_checkpointing()
@@ -165,10 +166,11 @@ class LongStrawSession:
     def finalize(self) -> FinalizeResult:
         """Close the update: sweep what is still open, reduce the gradient across processes once. Then step.
 
-        Raises `LifecycleError` if nothing was captured or replayed since the last call.
+        Every rank calls it, also one that had no prompt. Raises `LifecycleError` if nothing was captured or replayed
+        since the last call, except where other ranks may have had prompts of their own.
         """
         self._check_open()
-        if not self._core.update_is_open:
+        if not self._core.update_is_open and not self.backend.has_other_prompts:
             raise LifecycleError(
                 "finalize() was called, but nothing was captured or replayed since the last one; call it once per "
                 "optimizer step, before optimizer.step()"

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from hypothesis import settings
+from rank_pool import RankPool
 
 settings.register_profile("longstraw", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("longstraw")
@@ -31,3 +32,12 @@ def _seeded(seed: int) -> None:
     """Every test starts from the same random state, whatever ran before it or beside it."""
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def rank_pools():
+    """Pools of 2 and 4 ranks by size. Their processes start with the first test that runs something there."""
+    pools = {size: RankPool(size) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()

@@ -23,9 +23,9 @@ class LongStrawGRPOConfig(GRPOConfig):
         page_tokens: rows per page of resident state.
         state_device: where the resident state lives: "auto", "cuda" or "cpu".
         replay_tokens: response tokens that one packed replay may hold; unset replays one response at a time.
-        context_parallel_size, expert_parallel_size: ranks that share one prompt, or one set of experts. This release
-            runs on one process: only 1 is accepted.
-        sharding: "auto" or "local".
+        context_parallel_size: consecutive ranks that share one prompt; batch sizes count such a context as one process.
+        expert_parallel_size: ranks that share one set of experts; only 1 in this release.
+        sharding: "local" (one process), "accelerate" (several), or "auto", which picks by what is launched.
     """
 
     gradient_scope: GradientScope = field(
@@ -50,9 +50,9 @@ class LongStrawGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Response tokens that one packed replay may hold. Unset: one response at a time."},
     )
-    context_parallel_size: int = field(default=1, metadata={"help": "Ranks that share one prompt; 1 in this release."})
+    context_parallel_size: int = field(default=1, metadata={"help": "Consecutive ranks that share one prompt."})
     expert_parallel_size: int = field(default=1, metadata={"help": "Ranks that share the experts; 1 in this release."})
-    sharding: Literal["auto", "local"] = field(default="auto", metadata={"help": "Sharding backend."})
+    sharding: Literal["auto", "local", "accelerate"] = field(default="auto", metadata={"help": "Sharding backend."})
 
     def __post_init__(self) -> None:
         parallelism = self.parallelism_config
@@ -61,7 +61,18 @@ class LongStrawGRPOConfig(GRPOConfig):
                 "parallelism_config with cp_size or sp_size above 1 splits TRL's padded batch, which GRPO cannot use; "
                 "leave both at 1. Ranks that share one prompt are LongStraw's context_parallel_size"
             )
+        size = self.context_parallel_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigurationError(f"context_parallel_size must be an integer of at least 1, got {size!r}")
+        if self.generation_batch_size is not None:
+            self.generation_batch_size *= size
         super().__post_init__()
+        if self.world_size % size:
+            raise ConfigurationError(
+                f"context_parallel_size={size} does not divide the {self.world_size} processes that are running"
+            )
+        assert self.generation_batch_size is not None, "TRL sets it"
+        self.generation_batch_size //= size  # TRL counts processes, a context is one
         problems = list(self._problems())
         if problems:
             raise ConfigurationError("; ".join(problems))
@@ -70,15 +81,19 @@ class LongStrawGRPOConfig(GRPOConfig):
         reentrant = bool(
             self.gradient_checkpointing and (self.gradient_checkpointing_kwargs or {}).get("use_reentrant")
         )
+        assert self.steps_per_generation is not None, "TRL sets it"
+        own_rows = self.per_device_train_batch_size * self.steps_per_generation
         checks = {
-            f"context_parallel_size={self.context_parallel_size}: this release runs a prompt on one process, use 1": (
-                self.context_parallel_size != 1
+            f"per_device_train_batch_size={self.per_device_train_batch_size} times steps_per_generation="
+            f"{self.steps_per_generation} gives {own_rows} rows, not a multiple of num_generations="
+            f"{self.num_generations}: with several processes each must have whole groups, which share a prompt": (
+                self.world_size > 1 and own_rows % self.num_generations != 0
             ),
             f"expert_parallel_size={self.expert_parallel_size}: this release keeps all experts on one process, use 1": (
                 self.expert_parallel_size != 1
             ),
-            f"sharding={self.sharding!r}: this release knows 'auto' and 'local'": self.sharding
-            not in ("auto", "local"),
+            f"sharding={self.sharding!r}: this release knows 'auto', 'local' and 'accelerate'": self.sharding
+            not in ("auto", "local", "accelerate"),
             "use_vllm=True: rows are sampled from the resident state; leave it off": self.use_vllm,
             "use_transformers_continuous_batching=True: rows are sampled from the resident state; leave it off": (
                 self.use_transformers_continuous_batching
@@ -95,7 +110,7 @@ class LongStrawGRPOConfig(GRPOConfig):
             "torch_compile=True compiles the stock forward, which replay does not call; leave it off": (
                 self.torch_compile
             ),
-            "deepspeed: this release runs on one process; leave it unset": bool(self.deepspeed),
-            "fsdp: this release runs on one process; leave it unset": bool(self.fsdp),
+            "deepspeed: it would shard weights that replay reads as they are; leave it unset": bool(self.deepspeed),
+            "fsdp: it would shard weights that replay reads as they are; leave it unset": bool(self.fsdp),
         }
         return [message for message, found in checks.items() if found]

@@ -7,6 +7,7 @@ without a graph and whose backward, which then knows dL/dlogp of every token, re
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,18 +16,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import ProcessorMixin
+from transformers import ProcessorMixin, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from longstraw_sdk.adapter import ResidentStateAdapter
+from longstraw_sdk.backends import make_backend
 from longstraw_sdk.errors import ConfigurationError, InputError, NumericsError
 from longstraw_sdk.lora import AdapterState, adapter_state
 from longstraw_sdk.prefix import Prefix
 from longstraw_sdk.replay import pack_rows
 from longstraw_sdk.session import LongStrawSession
 
+from .contexts import ContextAccelerator, NoReward, as_own_rng_state, context_rng_file, once_per_context
 from .grpo_config import LongStrawGRPOConfig
 from .rewards import checked_rewards
 from .rollout_state import load_rollouts, save_rollouts
@@ -102,10 +105,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 f"args must be a LongStrawGRPOConfig, got {type(args).__name__}; it takes the same arguments as TRL's "
                 "GRPOConfig"
             )
-        if args.world_size > 1:
-            raise ConfigurationError(
-                f"{args.world_size} processes are running, but this release trains on one; launch a single process"
-            )
+        self._backend = make_backend(args.sharding, args.context_parallel_size)
         if isinstance(processing_class, ProcessorMixin):
             raise ConfigurationError(
                 f"{type(processing_class).__name__} is a multimodal processor; LongStraw trains text models: pass the "
@@ -127,6 +127,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        if args.context_parallel_size > 1:
+            set_seed(args.seed + self.accelerator.process_index)  # as TRL does, but for each context instead of process
         if self.aux_loss_enabled:
             raise ConfigurationError(
                 f"the model's router_aux_loss_coef={self.router_aux_loss_coef} asks for a load-balancing loss over the "
@@ -142,6 +144,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             replay_tokens=args.replay_tokens,
             temperature=self.temperature,
             state_device=args.state_device,
+            backend=self._backend,
         )
         self._policy_state = adapter_state(self.model)
         self._prefixes: dict[_PrefixKey, Prefix] = {}
@@ -150,6 +153,30 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._anchor = torch.zeros((), requires_grad=True)
         self._complete: list[_PrefixKey] = []
         self._record = self._new_record()
+
+    # Several ranks
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1:
+            self.accelerator.__class__ = ContextAccelerator
+            self.accelerator.context = self._backend.context
+
+    def get_cp_size(self):
+        return self.args.context_parallel_size
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        context = self._backend.context
+        if context is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        asked: list[Any] = self.reward_funcs  # type: ignore[has-type]
+        if context.rank:
+            self.reward_funcs = [NoReward()] * len(asked)
+        try:
+            everyone = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = asked
+        return once_per_context(everyone, self.args.world_size, context.size)
 
     # TRL's two uses of the model
 
@@ -333,7 +360,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         return loss
 
     def _close_update(self) -> None:
-        if self.longstraw.has_open_update:  # a window whose rows are all masked touches no prompt
+        # A window whose rows are all masked touches no prompt. Other ranks' may: all of them reduce, or none.
+        if self.longstraw.has_open_update or self.args.world_size > 1:
             self.longstraw.finalize()
         if self.longstraw.prefix_adapter == "live":
             self._drop_all()  # the optimizer step that follows makes them stale
@@ -355,18 +383,36 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)
-        if self.args.should_save:
+        self.accelerator.wait_for_everyone()  # until the folder is there
+        if self._backend.context is None or self._backend.context.rank == 0:
             generate_every = self.args.steps_per_generation * self.num_iterations
             unfinished = self._buffered_inputs if self._step % generate_every else None
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            save_rollouts(folder, self._step, unfinished or [])
+            save_rollouts(folder, self._step, unfinished or [], **self._place())
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        saved = load_rollouts(Path(checkpoint), self.accelerator.device) if checkpoint is not None else None
+        saved = None
+        if checkpoint is not None:
+            saved = load_rollouts(Path(checkpoint), self.accelerator.device, **self._place())
         if saved is not None:
             self._step, batches = saved
             self._buffered_inputs = batches or None
+
+    def _place(self) -> dict[str, int]:
+        return {"context": self.accelerator.process_index, "n_contexts": self.accelerator.num_processes}
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        context = self._backend.context
+        if self.args.world_size > 1 and (context is None or context.rank == 0):
+            name = f"rng_state_{self.args.process_index}.pth"
+            shutil.copyfile(Path(output_dir, name), Path(output_dir, context_rng_file(self.accelerator.process_index)))
+
+    def _load_rng_state(self, checkpoint):
+        # Every rank of a context draws as its first one does, however many ranks it had when the checkpoint was saved.
+        with as_own_rng_state(checkpoint, self.accelerator.process_index, self.args) as folder:
+            super()._load_rng_state(folder)
 
     # Metrics and the model card
 

@@ -42,6 +42,19 @@ class AccelerateBackend:
             self.context = ContextGroup(context) if context_parallel_size > 1 else None
             self.data = ContextGroup(data) if world_size > context_parallel_size else None
 
+    @property
+    def has_other_prompts(self) -> bool:
+        return self.data is not None
+
+    @torch.no_grad()
+    def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        shared = list(parameters)
+        # Across contexts first: then every context's first rank has the values of the very first one.
+        for group in (self.data, self.context):
+            if group is not None:
+                for p in shared:
+                    dist.broadcast(p.data, dist.get_global_rank(group.group, 0), group=group.group)
+
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[Reduction, ...]:
         trained = list(parameters)
         reductions = []

@@ -16,6 +16,7 @@ class LocalBackend:
     """The gradient of the one process is the gradient. Refuses to run under several, where it would be wrong."""
 
     context: ContextGroup | None = None
+    has_other_prompts = False
 
     def __init__(self) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -25,6 +26,9 @@ class LocalBackend:
                     f"{world_size} processes are running, but the local backend reduces no gradients across processes, "
                     'so each would train a different adapter; use backend="accelerate", or launch one process'
                 )
+
+    def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        pass
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[Reduction, ...]:
         return ()

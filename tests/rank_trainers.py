@@ -1,0 +1,47 @@
+"""Trainers that the ranks of a `RankPool` run."""
+
+import tempfile
+from pathlib import Path
+
+import trl_setup
+
+from longstraw_sdk.evidence.tiny import tiny_model
+from longstraw_sdk.lora import adapter_digest
+
+
+def _run(trainer, start, checkpoint=None):
+    trainer.train(resume_from_checkpoint=checkpoint)
+    history = [h for h in trainer.state.log_history if "reward" in h]
+    logged = {k: [h[k] for h in history] for k in ("reward", "reward_std", "loss", "num_tokens", "entropy")}
+    if hasattr(trainer, "longstraw"):
+        trainer.longstraw.close()
+    return logged, trl_setup.lora(trainer.model) - start, adapter_digest(trainer.model)
+
+
+def train(kind, architecture, options, folder=None):
+    """(logged values, trained vector minus its start, adapter digest) of one `.train()`."""
+    make = {"ours": trl_setup.our_trainer, "stock": trl_setup.stock_trainer}[kind]
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = make(Path(folder or scratch), model=tiny_model(architecture, n_layers=4), **options)
+        return _run(trainer, trl_setup.lora(trainer.model).clone())
+
+
+def resume(architecture, options, folder):
+    trainer = trl_setup.our_trainer(Path(folder), model=tiny_model(architecture, n_layers=4), **options)
+    return _run(trainer, trl_setup.lora(trainer.model).clone(), True)
+
+
+def count_reward_calls():
+    """How often the reward function of a context of two is called on this rank, in three steps of one prompt."""
+    calls = []
+
+    def reward(completion_ids, **kwargs):
+        calls.append(len(completion_ids))
+        return trl_setup.checksum_reward(completion_ids)
+
+    options = {"max_steps": 3, "gradient_accumulation_steps": 1, "context_parallel_size": 2}
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = trl_setup.our_trainer(Path(scratch), reward=reward, **options)
+        trainer.train()
+        trainer.longstraw.close()
+    return len(calls)

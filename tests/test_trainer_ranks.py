@@ -1,0 +1,108 @@
+"""`LongStrawGRPOTrainer` on several ranks: contexts that share prompts, and contexts beside each other.
+
+Three steps of `.train()` in float32 with SGD; adapters agree to 1e-4 of their update, as one process agrees with TRL.
+"""
+
+import pytest
+import rank_trainers
+from rank_pool import RankPool
+
+from longstraw_sdk.evidence.parity import relative_l2
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = {"max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def two():
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+def agree(results):
+    """All ranks logged the same and hold the same adapter; returns the first one's."""
+    assert len({digest for _, _, digest in results}) == 1
+    assert all(logged["reward"] == results[0][0]["reward"] for logged, _, _ in results)
+    return results[0][:2]
+
+
+def assert_same_run(found, wanted):
+    (logged, update), (wanted_logged, wanted_update) = found, wanted
+    assert logged["reward"] == wanted_logged["reward"] and len(logged["reward"]) == 3
+    for name in ("reward_std", "loss", "num_tokens", "entropy"):
+        assert logged[name] == pytest.approx(wanted_logged[name], rel=1e-3, abs=1e-5), name
+    assert wanted_update.norm() > 0.01
+    assert relative_l2(update, wanted_update) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("qwen36", {}),
+        ("qwen36", {"beta": 0.1, "num_iterations": 2, "gradient_scope": "response"}),
+        ("llama", {"prefix_adapter": "frozen", "scale_rewards": "batch"}),
+        ("glm52", {"top_entropy_quantile": 0.5}),
+    ],
+    ids=str,
+)
+def test_two_ranks_that_share_prompts_train_as_one_process(two, architecture, options):
+    options = STEPS | options
+    alone = rank_trainers.train("ours", architecture, options)
+    shared = agree(two.run(rank_trainers.train, "ours", architecture, options | {"context_parallel_size": 2}))
+    assert_same_run(shared, alone[:2])
+
+
+def test_two_ranks_with_prompts_of_their_own_train_as_trl_does(two):
+    ours, stock = (agree(two.run(rank_trainers.train, kind, "qwen36", STEPS)) for kind in ("ours", "stock"))
+    assert_same_run(ours, stock)
+
+
+def test_two_contexts_of_two_ranks_train_as_two_ranks(two, four):
+    options = STEPS | {"generation_batch_size": 8, "steps_per_generation": None}
+    wide = agree(four.run(rank_trainers.train, "ours", "qwen36", options | {"context_parallel_size": 2}))
+    assert_same_run(wide, agree(two.run(rank_trainers.train, "ours", "qwen36", options)))
+
+
+def test_control_two_ranks_with_prompts_of_their_own_are_another_run(two):
+    shared = two.run(rank_trainers.train, "ours", "qwen36", STEPS | {"context_parallel_size": 2})[0]
+    beside = two.run(rank_trainers.train, "ours", "qwen36", STEPS)[0]
+    assert shared[0]["reward"] != beside[0]["reward"]
+    assert relative_l2(shared[1], beside[1]) > 0.1
+
+
+def test_only_the_first_rank_of_a_context_asks_for_rewards(two):
+    assert two.run(rank_trainers.count_reward_calls) == [3, 0]
+
+
+def test_an_interrupted_run_of_two_ranks_goes_on_in_one_process(two, tmp_path):
+    """A checkpoint holds no trace of how many ranks wrote it."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    unbroken = rank_trainers.train("ours", "qwen36", options, str(tmp_path / "unbroken"))
+    sharded = options | {"context_parallel_size": 2}
+    two.run(rank_trainers.train, "ours", "qwen36", sharded | {"max_steps": 2}, str(tmp_path / "sharded"))
+    resumed = rank_trainers.resume("qwen36", options, str(tmp_path / "sharded"))
+    assert resumed[0]["reward"] == unbroken[0]["reward"]
+    assert relative_l2(resumed[1], unbroken[1]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"context_parallel_size": 3}, "context_parallel_size=3 does not divide the 2 processes"),
+        ({"context_parallel_size": 0}, "at least 1, got 0"),
+        ({"per_device_train_batch_size": 2, "steps_per_generation": 1}, "not a multiple of num_generations=4"),
+        ({"sharding": "local"}, r"2 processes are running.*backend=.accelerate"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused_on_every_rank(two, options, match):
+    with pytest.raises(RuntimeError, match=rf"(?s)rank 0: ConfigurationError.*{match}.*rank 1: ConfigurationError"):
+        two.run(rank_trainers.train, "ours", "qwen36", STEPS | options)
