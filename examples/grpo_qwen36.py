@@ -5,6 +5,9 @@
         --num_generations 8 --per_device_train_batch_size 8 --max_completion_length 1024 \\
         --chunk_tokens 8192 --gradient_scope full
 
+On two GPUs that share each prompt: `--config_file examples/accelerate/cp2.yaml`, and at the end
+`--context_parallel_size 2`.
+
 The data set is JSON lines with `prompt` (text, or a list of chat messages) and `answer`. The reward is 1 where the
 answer stands in the completion; replace `contains_answer` by your own.
 """
@@ -53,7 +56,8 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(script.model_name_or_path, padding_side="left"),
         peft_config=adapter_for(model).lora_config(r=script.lora_r),
     )
-    print(trainer.longstraw.coverage())
+    if trainer.accelerator.is_main_process:
+        print(trainer.longstraw.coverage())
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(config.output_dir)
 

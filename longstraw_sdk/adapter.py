@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .errors import RegistryError
+from .state.context import ContextGroup
 from .state.resident import PagedView, ResidentState
 from .state.specs import StateKey, StateSpec
 from .types import CausalLM
@@ -121,6 +122,10 @@ class ResidentStateAdapter(ABC):
         For architectures that make discrete choices; others have nothing to agree on.
         """
         return nullcontext()
+
+    def share_choices(self, context: ContextGroup) -> None:
+        """Give every rank of `context` the discrete choices that were made on the others; every rank calls it."""
+        return None
 
     def metrics(self) -> dict[str, float]:
         """Figures of this adapter for the training log, by name."""

@@ -89,7 +89,7 @@ class SessionCore:
             return
         digest = hashlib.sha256()
         for row in rows:
-            digest.update(len(row).to_bytes(8) + row.cpu().numpy().tobytes())
+            digest.update(repr(row.tolist() if isinstance(row, torch.Tensor) else row).encode())
         if not self.context.same(int.from_bytes(digest.digest()[:7])):
             raise InputError(
                 f"the {self.context.size} ranks of a context were given different {what}; ranks that share a prompt "
@@ -291,7 +291,6 @@ class Prefix:
                 "witness; capture outside of it (no_grad is fine)"
             )
         core = self._core
-        core.check_same([self.prompt_ids], "prompt")
         frozen = core.prefix_adapter == "frozen"
         scope: AbstractContextManager[None] = adapters_disabled(core.bound.base) if frozen else nullcontext()
         with scope, core.stats.timed("capture", core.bound.device):
@@ -332,9 +331,9 @@ class Prefix:
 
     def _run(self, rows: Sequence[torch.Tensor], *, accumulate: bool) -> tuple[list[ReplayOutput], int]:
         core = self._core
+        core.check_same(rows, "responses")  # before anything that may raise on one rank alone
         rows = [core.bound.check_ids(row, f"response {i}", self.n_tokens) for i, row in enumerate(rows)]
         self._check_usable()
-        core.check_same(rows, "responses")
         outputs: dict[int, ReplayOutput] = {}
         for pack in pack_rows([len(row) for row in rows], core.replay_tokens):
             results = replay_rows(

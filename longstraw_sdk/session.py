@@ -94,6 +94,8 @@ class LongStrawSession:
             )
         bound = bind_model(model, self.adapter)
         try:
+            if context is not None:
+                context.check_device(bound.device)
             self.backend.share_parameters(p for p in bound.base.parameters() if p.requires_grad)
             _at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
             placement = _placement(state_device, bound.device)
@@ -157,6 +159,7 @@ class LongStrawSession:
     def capture(self, prompt_ids: torch.Tensor) -> Prefix:
         """Capture one prompt, LongTensor [P] with P >= 1, and return its `Prefix`."""
         self._check_open()
+        self._core.check_same([prompt_ids], "prompt")
         prompt_ids = self._core.bound.check_ids(prompt_ids, "prompt")
         prefix = Prefix(self._core, prompt_ids, f"prompt {next(self._numbers)}")
         self._open = [p for p in self._open if not p.released] + [prefix]

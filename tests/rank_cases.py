@@ -190,16 +190,34 @@ def collectives():
     received = context.received_bytes - before
     exchanged = context.exchange(every[r])
     summed = context.sum_scatter(every[r])
+    before = context.received_bytes
+    # Rank r sends s rows to rank s, rows that say from where and to where.
+    sent = torch.cat([torch.tensor([[r, s]]).expand(s, 2) for s in range(w)])
+    uneven = context.exchange_uneven(sent, list(range(w)), [r] * w)
+    received_uneven = context.received_bytes - before
     first = context.broadcast(torch.full((2,), r + 5, dtype=torch.uint8))
     return {
         "gather": torch.equal(gathered, every.transpose(1, 2)),
         "received": received == (w - 1) * every[r].nbytes,
         "exchange": torch.equal(exchanged, every[:, r]),
+        "exchange_uneven": uneven.tolist() == [[s, r] for s in range(w) for _ in range(r)],
+        "received unevenly": received_uneven == (w - 1) * r * sent[:1].nbytes,
         "sum_scatter": torch.equal(summed, every[:, r].sum(0)),
         "agree": context.agree(True) and not context.agree(r != w - 1) and not context.agree(False),
         "same": context.same(2**55 + 1) and not context.same(2**55 + (r == 0)) and not context.same(r),
         "broadcast": torch.equal(first, torch.tensor([5, 5], dtype=torch.uint8)),
     }
+
+
+def reduced(context_parallel_size):
+    """Gradients after a reduction: one of float32, one that only the last rank has, one of bfloat16, one of nobody."""
+    a, b, c, d = (torch.nn.Parameter(torch.zeros(3, dtype=t)) for t in [torch.float32] * 2 + [torch.bfloat16] * 2)
+    a.grad = torch.tensor([1.0, 10.0, 100.0]) * (rank() + 1)
+    if rank() == dist_size() - 1:
+        b.grad = torch.full((3,), 8.0)
+    c.grad = torch.tensor([1.0 if rank() else 256.0, 3.0, 0.0], dtype=torch.bfloat16)  # 256 + 1 rounds to 256
+    result = AccelerateBackend(context_parallel_size).reduce_gradients(iter([a, b, c, d]))
+    return [None if p.grad is None else (p.grad.dtype, p.grad.tolist()) for p in (a, b, c, d)], result
 
 
 def carry_state_errors(leading, dims, dtype=torch.float64, autocast=False, frozen=()):
@@ -383,7 +401,8 @@ def sampled(architecture, context_parallel_size, seed, random_state=5):
     model = small_model(architecture)
     torch.manual_seed(random_state + 1000 * rank())
     before = torch.get_rng_state()
-    with float64_upcasts(), open_session(model, context_parallel_size=context_parallel_size) as session:
+    options = {"context_parallel_size": context_parallel_size, "temperature": 0.7}
+    with float64_upcasts(), open_session(model, **options) as session:
         with session.capture(PROMPT) as prefix:
             rows = prefix.sample(3, max_new_tokens=12, seed=seed)
             after = torch.get_rng_state()
@@ -520,14 +539,73 @@ def different_input(what):
             "order of responses": lambda: prefix.replay_packed(ROWS[::-1] if odd else ROWS),
             "number of responses": lambda: prefix.replay_packed(ROWS[: 1 + odd]),
             "cut between responses": lambda: prefix.score(list(torch.cat(ROWS).split([10, 9] if odd else [9, 10]))),
-            "token id": lambda: session.capture(torch.full_like(PROMPT, VOCAB) if odd else PROMPT),
-            "token id in a response": lambda: prefix.replay(torch.full_like(ROWS[0], VOCAB) if odd else ROWS[0]),
         }[what]
         before = session.pool.live_bytes
         error = said(mine)
         kept = session.pool.live_bytes == before
         goes_on = error is not None and error.startswith("InputError") and said(lambda: prefix.replay(ROWS[0])) is None
     return error, kept, goes_on
+
+
+def invalid_id(what):
+    """What each rank says when the last one alone is given an id outside the vocabulary."""
+    odd = rank() == dist_size() - 1
+    model = small_model("llama", torch.float32)
+    with open_session(model, backend=hasty_backend(dist_size())) as session:
+        if what == "prompt":
+            return said(lambda: session.capture(torch.full_like(PROMPT, VOCAB) if odd else PROMPT))
+        prefix = session.capture(PROMPT)
+        return said(lambda: prefix.replay(torch.full_like(ROWS[0], VOCAB) if odd else ROWS[0]))
+
+
+def not_finite(token):
+    """What capture says where a prompt's last token, which one rank runs, has an embedding that is `token`."""
+    model = small_model("llama", torch.float32)
+    model.get_input_embeddings().weight.data[VOCAB - 1] = token
+    prompt = torch.cat([PROMPT % (VOCAB - 1), torch.tensor([VOCAB - 1, 5])])
+    with open_session(model, backend=hasty_backend(dist_size())) as session:
+        error = said(lambda: session.capture(prompt))
+        return error, session.pool.live_bytes, session.pool.audit()
+
+
+def finalized_twice(context_parallel_size):
+    """What is said when a second update begins on the gradient of the first, and the gradient."""
+    model = small_model("llama")
+
+    def updates():
+        with open_session(model, context_parallel_size=context_parallel_size) as session:
+            for row in ROWS[:2]:
+                with session.capture(PROMPT) as prefix:
+                    prefix.replay(row).logps.sum().backward()
+                session.finalize()
+
+    with float64_upcasts():
+        return said(updates), flat_gradient(model)
+
+
+def different_loss():
+    """What is said when the ranks of a context give one response different advantages."""
+    model = small_model("llama", torch.float32)
+    with open_session(model, backend=hasty_backend(dist_size())) as session, session.capture(PROMPT) as prefix:
+        loss = prefix.replay(ROWS[0]).logps.sum() * (1.0 - rank())
+        return said(loss.backward)
+
+
+def behind_hooks(context_parallel_size):
+    """What is said where accelerate's hooks hide the class of a layer, and the gradient."""
+    from accelerate.hooks import attach_execution_device_hook
+
+    model = small_model("qwen36")
+    attach_execution_device_hook(model.get_base_model().model, "cpu")
+
+    def update():
+        with open_session(model, context_parallel_size=context_parallel_size) as session:
+            with session.capture(PROMPT) as prefix:
+                prefix.replay(ROWS[0]).logps.sum().backward()
+            session.finalize()
+
+    with float64_upcasts():
+        return said(update), flat_gradient(model)
 
 
 def refused(what):

@@ -3,8 +3,10 @@
 import tempfile
 from pathlib import Path
 
+import torch
 import trl_setup
 
+from longstraw_sdk import LongStrawSession
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.lora import adapter_digest
 
@@ -45,3 +47,19 @@ def count_reward_calls():
         trainer.train()
         trainer.longstraw.close()
     return len(calls)
+
+
+def replay_bytes(dtype, n_response):
+    """(bytes that this rank received in a replay and its backward, widths) of a Llama with one layer."""
+    model = tiny_model("llama", n_layers=1).to(dtype)
+    config = model.get_base_model().config
+    prompt = torch.arange(40) % config.vocab_size
+    with LongStrawSession(model, chunk_tokens=16, page_tokens=8, context_parallel_size=2, probe=False) as session:
+        with session.capture(prompt) as prefix:
+            before = session.backend.context.received_bytes
+            loss = prefix.replay(torch.arange(n_response) % config.vocab_size).logps.sum()
+            loss.backward()
+            received = session.backend.context.received_bytes - before
+            prefix.release()
+        session.finalize()
+    return received, (config.num_attention_heads, config.num_key_value_heads, config.head_dim)

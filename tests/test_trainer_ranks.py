@@ -3,11 +3,23 @@
 Three steps of `.train()` in float32 with SGD; adapters agree to 1e-4 of their update, as one process agrees with TRL.
 """
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import rank_trainers
+import torch
+import trl_setup
 from rank_pool import RankPool
+from safetensors.torch import load_file
 
 from longstraw_sdk.evidence.parity import relative_l2
+from longstraw_sdk.evidence.tiny import tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = {"max_steps": 3}
@@ -82,6 +94,19 @@ def test_only_the_first_rank_of_a_context_asks_for_rewards(two):
     assert two.run(rank_trainers.count_reward_calls) == [3, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_replay_receives_the_bytes_of_the_formula(two, dtype):
+    """One attention layer, W = 2 ranks with L = 32 of 64 tokens each: inputs in their dtype, sums in the wider one."""
+    (received, (heads, kv_heads, dim)), other = two.run(rank_trainers.replay_bytes, dtype, 64)
+    narrow, wide, slice_tokens = dtype.itemsize, max(4, dtype.itemsize), 32
+    inputs = slice_tokens * dim * narrow * (2 * (heads + 2 * kv_heads) + heads)  # q, k, v, twice; the output's gradient
+    found = slice_tokens * heads * (dim + 1) * wide  # attention to the other rank's pages, and its log-sum-exp
+    back = slice_tokens * wide * (dim * (heads + 2 * kv_heads) + 2 * heads)  # gradients; log-sum-exp and delta
+    outputs = 2 * slice_tokens * 4 if dtype == torch.bfloat16 else 2 * slice_tokens * 8  # log-probs and entropies
+    agreement = 8  # a hash of the responses
+    assert received == other[0] == inputs + found + back + outputs + agreement
+
+
 def test_an_interrupted_run_of_two_ranks_goes_on_in_one_process(two, tmp_path):
     """A checkpoint holds no trace of how many ranks wrote it."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -106,3 +131,47 @@ def test_an_interrupted_run_of_two_ranks_goes_on_in_one_process(two, tmp_path):
 def test_options_that_cannot_work_are_refused_on_every_rank(two, options, match):
     with pytest.raises(RuntimeError, match=rf"(?s)rank 0: ConfigurationError.*{match}.*rank 1: ConfigurationError"):
         two.run(rank_trainers.train, "ours", "qwen36", STEPS | options)
+
+
+def test_when_a_rank_of_the_example_is_killed_the_others_end_and_it_is_named(tmp_path):
+    tiny_model("qwen36").unload().save_pretrained(tmp_path / "model")
+    trl_setup.word_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": text, "answer": "t5"} for text in trl_setup.prompts(8)["prompt"]]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {
+        "model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out", "num_generations": 4,
+        "per_device_train_batch_size": 4, "max_completion_length": 8, "chunk_tokens": 16, "page_tokens": 8,
+        "context_parallel_size": 2, "max_steps": 1000, "save_steps": 1, "dtype": "float32", "bf16": False,
+        "use_cpu": True, "report_to": "none",
+    }  # fmt: skip
+    example = Path(__file__).parent.parent / "examples" / "grpo_qwen36.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(
+            command, cwd=tmp_path, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        try:
+            deadline = time.monotonic() + 240
+            while not (tmp_path / "out" / "checkpoint-2").exists():  # then the first one is whole
+                assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.5)
+            os.kill(rank_process(launcher.pid, 1), signal.SIGKILL)
+            assert launcher.wait(timeout=60) != 0
+        finally:
+            launcher.kill()
+    said = (tmp_path / "log").read_text()
+    root_cause = said[said.index("Root Cause") :]
+    assert "rank      : 1" in root_cause and "SIGKILL" in root_cause
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 1
+    assert load_file(checkpoint / "adapter_model.safetensors")
+
+
+def rank_process(launcher, rank):
+    """Process id of a rank among the children of `launcher`."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    for pid in map(int, children):
+        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
+            return pid
+    raise AssertionError(f"no child of {launcher} is rank {rank}")

@@ -44,6 +44,7 @@ class _StepRecord:
 
     seconds_before: dict[str, float]
     prompt_tokens_before: int
+    received_bytes_before: int
     resident_bytes: int = 0
     stale_age: int = 0
     rows_not_replayed: int = 0
@@ -418,7 +419,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def _new_record(self) -> _StepRecord:
         stats = self.longstraw.stats
-        return _StepRecord(dict(stats.seconds), stats.captured_tokens + stats.swept_tokens)
+        context = self._backend.context
+        received_bytes = 0 if context is None else context.received_bytes
+        return _StepRecord(dict(stats.seconds), stats.captured_tokens + stats.swept_tokens, received_bytes)
 
     def _log_step_metrics(self) -> None:
         stats, record = self.longstraw.stats, self._record
@@ -436,6 +439,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             "gradient_scope_full": float(self.longstraw.gradient_scope == "full"),
             **self.longstraw.adapter.metrics(),
         }
+        if self._backend.context is not None:
+            values["received_bytes"] = self._backend.context.received_bytes - record.received_bytes_before
         for name, value in values.items():
             self._metrics["train"][f"longstraw/{name}"].append(value)
         self._record = self._new_record()

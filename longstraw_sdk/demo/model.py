@@ -87,7 +87,7 @@ def tiny_dense(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> SmolLM3ForC
 
 
 def tiny_glm52(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> GlmMoeDsaForCausalLM:
-    """Sparse latent attention in float32: two layers share one selection of 128 tokens; the second has experts."""
+    """Sparse latent attention in float32: two layers share one selection of 256 tokens; the second has experts."""
     config = GlmMoeDsaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -98,13 +98,13 @@ def tiny_glm52(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> GlmMoeDsaFo
         num_key_value_heads=2,
         q_lora_rank=32,
         kv_lora_rank=32,
-        qk_nope_head_dim=56,
-        qk_rope_head_dim=8,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=16,
         v_head_dim=64,
         index_topk_pattern="FS",
-        index_topk=128,
+        index_topk=256,
         index_n_heads=4,
-        index_head_dim=16,
+        index_head_dim=32,
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,

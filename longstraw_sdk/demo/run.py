@@ -187,7 +187,7 @@ class _Trainers:
         callbacks = [progress_callback(progress, "TRL comparison", n_steps)] if progress else None
         options = self._options()
         if self.config.model == "glm52":
-            # The stock indexer copies its keys for every query: 9 GB for one group at once. The samples are the same.
+            # The stock indexer copies its keys for every query: 18 GB for one group at once. The samples are the same.
             options |= {
                 "per_device_train_batch_size": TRL_SPARSE_ROWS,
                 "steps_per_generation": GROUP // TRL_SPARSE_ROWS,

@@ -57,8 +57,8 @@ STAGES = (
 )
 SPARSE_STAGES = (
     STAGES[0],
-    replace(STAGES[1], n_steps=30),
-    replace(STAGES[1], n_documents=2, n_steps=20, sparse=True),
+    replace(STAGES[1], n_steps=40),
+    replace(STAGES[1], n_documents=2, n_steps=30, sparse=True),
     replace(STAGES[2], n_tokens=1280, n_documents=3, sparse=True),
 )
 """For models with indexers. At 640 tokens their selection leaves too little out to learn from."""

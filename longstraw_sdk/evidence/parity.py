@@ -172,6 +172,8 @@ def replay_run(
             losses = [(out.logps * w.to(out.logps.dtype)).sum() for out, w in zip(outs, weights, strict=True)]
             torch.stack(losses).sum().backward()
         session.finalize()
+        if session.backend.context is not None:
+            session.adapter.share_choices(session.backend.context)  # for the references, which run all tokens
     return _Run([out.logps.detach() for out in outs], _gradients(model))
 
 

@@ -46,11 +46,13 @@ class _PrefixAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: PagedView | None, scale: float
     ) -> torch.Tensor:
         dtype = accumulation_dtype(query.dtype)
-        q = _grouped(query, key).to(dtype) * scale
-        k, v = (_seen(_heads_first(x).to(dtype), view) for x in (key, value))
+        grouped = _grouped(query, key)
+        q = grouped.to(dtype) * scale
+        k, v = (_seen(_heads_first(x), view).to(dtype) for x in (key, value))
         parts = [_attend_causally(q, k, v)]
         if view is not None:
-            parts += _merge_ranks(q, _attend_to_pages(_all_queries(q, view), v.shape[-1], view), view)
+            flat_q = _all_queries(grouped, view).to(dtype) * scale
+            parts += _merge_ranks(q, _attend_to_pages(flat_q, v.shape[-1], view), view)
         out, lse = _merged(parts)
         out = _ungrouped(out).to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -63,9 +65,9 @@ class _PrefixAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         view, scale = ctx.view, ctx.scale
         dtype = accumulation_dtype(query.dtype)
-        q = _grouped(query, key).to(dtype) * scale
-        k, v = (_seen(_heads_first(x).to(dtype), view) for x in (key, value))
-        d_out = _grouped(grad_outputs[0], key).to(dtype)
+        grouped, grouped_d = _grouped(query, key), _grouped(grad_outputs[0], key)
+        q, d_out = grouped.to(dtype) * scale, grouped_d.to(dtype)
+        k, v = (_seen(_heads_first(x), view).to(dtype) for x in (key, value))
         delta = (d_out * _grouped(out, key).to(dtype)).sum(-1)  # [Hkv, B, g, T]
         d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
@@ -82,9 +84,9 @@ class _PrefixAttention(torch.autograd.Function):
 
         if view is not None:
             view.mark_gradient()
-            flat_q, flat_d, flat_lse, flat_delta = (
-                _all_queries(x, view) for x in (q, d_out, lse[..., None], delta[..., None])
-            )
+            flat_q = _all_queries(grouped, view).to(dtype) * scale
+            flat_d = _all_queries(grouped_d, view).to(dtype)
+            flat_lse, flat_delta = (_all_queries(x[..., None], view) for x in (lse, delta))
             d_q += _own_queries(_back_to_pages(flat_q, flat_d, flat_lse, flat_delta, view), q, view)
             d_k, d_v = (_own_rows(x, key.shape[2], view) for x in (d_k, d_v))
         d_query = _ungrouped(d_q * scale).to(query.dtype)
@@ -152,7 +154,8 @@ def _merged(parts: list[Part]) -> Part:
 
 
 # Over the ranks of a context. New tokens are split by position, so each rank has its own queries and new keys, and the
-# prefix lies on all ranks: queries travel to the pages, and what they found there travels back.
+# prefix lies on all ranks: queries travel to the pages, and what they found there travels back. Inputs travel in their
+# own dtype and sums in the accumulation dtype.
 
 
 def _seen(x: torch.Tensor, view: PagedView | None) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from ..errors import ConfigurationError
+
 
 class TokenSlice(NamedTuple):
     """The tokens of one forward that this rank runs: `n_real` from `start` on, padded to `width` as on every rank."""
@@ -38,6 +40,17 @@ class ContextGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.received_bytes = 0
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise `ConfigurationError` if the group's backend cannot carry tensors on `device`."""
+        backend = dist.get_backend(self.group)
+        carried = {"nccl": "cuda", "gloo": "cpu"}.get(backend, device.type)
+        if carried != device.type:
+            raise ConfigurationError(
+                f"the ranks are connected by {backend}, which carries tensors on {carried} here, but the model is on "
+                f"{device}; move the model to {carried}, or initialise torch.distributed with "
+                f"{'nccl' if device.type == 'cuda' else 'gloo'}"
+            )
 
     def slice_of(self, n_tokens: int, min_width: int = 1, rank: int | None = None) -> TokenSlice:
         """The part of `n_tokens` of `rank` (this one if None); a rank behind the last token has none."""
@@ -82,6 +95,12 @@ class ContextGroup:
         """Whether `value`, which fits in 63 bits, is equal on every rank."""
         found = self.gather(torch.tensor([value], dtype=torch.int64, device=self._device))
         return bool((found == value).all())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by pickle between the ranks of one run; for checks, not for the hot path."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """The first rank's `x`."""

@@ -12,7 +12,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExpert
 
 from longstraw_sdk.adapter import StateView
 from longstraw_sdk.hf import TransformersAdapter
-from longstraw_sdk.state import IndexerKeySpec, MLALatentSpec, StateSpec
+from longstraw_sdk.state import ContextGroup, IndexerKeySpec, MLALatentSpec, StateSpec
 from longstraw_sdk.types import CausalLM
 
 from .attention import swap_attention
@@ -103,6 +103,9 @@ class GLM52Adapter(TransformersAdapter):
 
     def reference(self, model: CausalLM, ids: torch.Tensor) -> AbstractContextManager[None]:
         return self.tape.reference(model, ids)
+
+    def share_choices(self, context: ContextGroup) -> None:
+        self.tape.share(context)
 
     def metrics(self) -> dict[str, float]:
         return {f"flip_rate_{kind}": rate for kind, rate in self.tape.flip_rates().items()}

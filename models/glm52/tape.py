@@ -24,7 +24,7 @@ from longstraw_sdk.adapter import StateView
 from longstraw_sdk.errors import ConfigurationError
 from longstraw_sdk.hf.swap import swap_classes
 from longstraw_sdk.ops import NOT_SELECTED
-from longstraw_sdk.state import ResidentState, TokenSlice
+from longstraw_sdk.state import ContextGroup, ResidentState, TokenSlice
 from longstraw_sdk.types import CausalLM
 
 TapeMode = Literal["off", "record", "replay"]
@@ -140,6 +140,17 @@ class DecisionTape:
             hook.remove()
             restore()
             self.current = self.stock_pass = None
+
+    def share(self, context: ContextGroup) -> None:
+        """Give every rank the choices of all: each remembers only those of the tokens that it ran."""
+        mine = (list(self._slots), {name: table[: len(self._slots)] for name, table in self._tables.items()})
+        for keys, tables in context.gather_objects(mine):
+            slots = torch.tensor([self._slots.setdefault(key, len(self._slots)) for key in keys], dtype=torch.long)
+            for name, theirs in tables.items():
+                table = self._table(name, theirs.shape[-1])
+                known = table[slots[: len(theirs)]]
+                missing = known[..., -1:] == _NO_ENTRY
+                table[slots[: len(theirs)]] = torch.where(missing, _padded(theirs, table.shape[-1]), known)
 
     def _table(self, name: str, width: int) -> torch.Tensor:
         """int32 [capacity, width], grown to hold every slot; it never gets narrower."""
