@@ -314,7 +314,10 @@ class AttentionCase:
 
 
 def attention_errors(case):
-    """Output and every gradient on this rank against dense softmax over all tokens; `d_page_*` are of its own."""
+    """Output and every gradient on this rank against dense softmax over all tokens; `d_page_*` are of its own.
+
+    bfloat16 is held to what one process computes in it: both round the same sums once.
+    """
     context = whole_world()
     generator = torch.Generator().manual_seed(0)
 
@@ -329,14 +332,10 @@ def attention_errors(case):
     seen = case.chunks if case.n_seen is None else case.chunks[: case.n_seen]
     scale = key_dim**-0.5
 
-    whole = [t.to(torch.float64, copy=True).requires_grad_() for t in (query, key, value, page_k, page_v)]
-    out = _dense_attention(*whole, sum(seen), scale)
-    out.backward(d_out.double())
+    expect = _dense_attention if case.dtype.itemsize > 2 else _attention_of_one_process
+    out, *gradients = expect(query, key, value, page_k, page_v, d_out, sum(seen), scale)
 
-    spec = AttentionKVSpec(0, n_kv_heads=case.kv_heads, key_dim=key_dim, value_dim=value_dim, dtype=case.dtype)
-    pool = PagePool(case.page_tokens, poison=True)
-    pool.open("prompt")
-    pages = PagedLayerState(spec, pool, "prompt", CPU)
+    pool, pages = _no_pages(page_k, page_v, case.page_tokens)
     row_map = RowMap(context, case.min_width)
     rows, limit, first = [], 0, 0
     for i, n in enumerate(case.chunks):
@@ -363,21 +362,31 @@ def attention_errors(case):
         found_out.backward(own_part(d_out, 0.0))
     n = part.n_real if case.split else None
     found = {"out": found_out.detach()[:, :, :n]}
-    wanted = {"out": out.detach()[:, :, place]}
-    for name, leaf, gradient in zip(("query", "key", "value"), leaves, whole, strict=False):
-        found[f"d_{name}"], wanted[f"d_{name}"] = leaf.grad[:, :, :n], gradient.grad[:, :, place]
+    wanted = {"out": out[:, :, place]}
+    for name, leaf, gradient in zip(("query", "key", "value"), leaves, gradients, strict=False):
+        found[f"d_{name}"], wanted[f"d_{name}"] = leaf.grad[:, :, :n], gradient[:, :, place]
         if case.split:
             padding = leaf.grad[:, :, n:]
             found[f"d_{name} of padding"], wanted[f"d_{name} of padding"] = padding, torch.zeros_like(padding)
     collected = pages.cotangents(0, limit)
-    for name, gradient in zip(("k", "v"), (whole[3].grad, whole[4].grad), strict=True):
+    for name, gradient in zip(("k", "v"), gradients[3:], strict=True):
         found[f"d_page_{name}"], wanted[f"d_page_{name}"] = collected[name][0], gradient[:, rows[:limit]]
     pool.release("prompt")
     assert pool.audit() == []
     return _errors(found, wanted), rows
 
 
-def _dense_attention(query, key, value, page_k, page_v, n_seen, scale):
+def _no_pages(page_k, page_v, page_tokens):
+    spec = AttentionKVSpec(0, n_kv_heads=len(page_k), key_dim=page_k.shape[-1], value_dim=page_v.shape[-1])
+    pool = PagePool(page_tokens, poison=True)
+    pool.open("prompt")
+    return pool, PagedLayerState(spec, pool, "prompt", CPU)
+
+
+def _dense_attention(query, key, value, page_k, page_v, d_out, n_seen, scale):
+    """Output and the gradients of the first five arguments, in float64."""
+    leaves = [t.to(torch.float64, copy=True).requires_grad_() for t in (query, key, value, page_k, page_v)]
+    query, key, value, page_k, page_v = leaves
     groups = query.shape[1] // key.shape[1]
     n_new, n_local = query.shape[2], key.shape[2]
 
@@ -387,7 +396,19 @@ def _dense_attention(query, key, value, page_k, page_v, n_seen, scale):
     causal = torch.ones(n_new, n_local, dtype=torch.bool).tril(n_local - n_new)
     visible = torch.cat([torch.ones(n_new, n_seen, dtype=torch.bool), causal], 1)
     scores = (query @ joined(page_k, key).transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
-    return scores.softmax(-1) @ joined(page_v, value)
+    out = scores.softmax(-1) @ joined(page_v, value)
+    out.backward(d_out.double())
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _attention_of_one_process(query, key, value, page_k, page_v, d_out, n_seen, scale):
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    _, pages = _no_pages(page_k, page_v, 1000)
+    pages.append({"k": page_k[None], "v": page_v[None]})
+    out = prefix_attention(*leaves, PagedView(pages, n_seen, True), scale)
+    out.backward(d_out)
+    collected = pages.cotangents(0, n_seen)
+    return [out.detach(), *(leaf.grad for leaf in leaves), collected["k"][0], collected["v"][0]]
 
 
 # --- sessions ---
@@ -623,7 +644,10 @@ def refused(what):
         "local with a context": {"backend": "local", "context_parallel_size": size},
         "name": {"backend": "fsdp"},
         "another size than the backend's": {"backend": AccelerateBackend(1), "context_parallel_size": size},
+        "device": {},
     }[what]
+    if what == "device":
+        return said(lambda: whole_world().check_device(torch.device("cuda")))
     error = said(lambda: open_session(model, **options).close())
     # Refused models stay free.
     open_session(model, context_parallel_size=size).close()
