@@ -69,19 +69,7 @@ class _PrefixAttention(torch.autograd.Function):
         q, d_out = grouped.to(dtype) * scale, grouped_d.to(dtype)
         k, v = (_seen(_heads_first(x), view).to(dtype) for x in (key, value))
         delta = (d_out * _grouped(out, key).to(dtype)).sum(-1)  # [Hkv, B, g, T]
-        d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-        for start, end, keys, hidden in _causal_tiles(q, k):
-            tile = slice(start, end)
-            scores = _local_scores(q, k, start, end, keys, hidden)
-            weights = torch.exp(scores - lse[..., tile, None]).flatten(2, 3)
-            d_tile, q_tile = d_out[..., tile, :].flatten(2, 3), q[..., tile, :].flatten(2, 3)
-            d_weights = d_tile @ v[:, :, :keys].transpose(-1, -2)
-            d_scores = weights * (d_weights - delta[..., tile].flatten(2)[..., None])
-            d_q[..., tile, :] += _ungroup(d_scores @ k[:, :, :keys], q.shape[2])
-            d_k[:, :, :keys] += d_scores.transpose(-1, -2) @ q_tile
-            d_v[:, :, :keys] += weights.transpose(-1, -2) @ d_tile
-
+        d_q, d_k, d_v = _back_causally(q, k, v, d_out, lse, delta)
         if view is not None:
             view.mark_gradient()
             flat_q = _all_queries(grouped, view).to(dtype) * scale
@@ -101,11 +89,32 @@ def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Part:
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for start, end, keys, hidden in _causal_tiles(q, k):
         scores = _local_scores(q, k, start, end, keys, hidden)
-        tile_lse = scores.logsumexp(-1)
-        weights = torch.exp(scores - tile_lse[..., None])
-        lse[..., start:end] = tile_lse
-        out[..., start:end, :] = _ungroup(weights.flatten(2, 3) @ v[:, :, :keys], q.shape[2])
+        top = scores.amax(-1)
+        weights = scores.sub_(top[..., None]).exp_()
+        total = weights.sum(-1)
+        lse[..., start:end] = top + total.log()
+        tile = _ungroup(weights.flatten(2, 3) @ v[:, :, :keys], q.shape[2])
+        out[..., start:end, :] = tile.div_(total[..., None])
     return out, lse
+
+
+def _back_causally(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `_attend_causally`. A function of its own, so that its tiles are gone before the pages' turn."""
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    for start, end, keys, hidden in _causal_tiles(q, k):
+        tile = slice(start, end)
+        scores = _local_scores(q, k, start, end, keys, hidden)
+        weights = torch.exp(scores - lse[..., tile, None]).flatten(2, 3)
+        d_tile, q_tile = d_out[..., tile, :].flatten(2, 3), q[..., tile, :].flatten(2, 3)
+        d_weights = d_tile @ v[:, :, :keys].transpose(-1, -2)
+        d_scores = weights * (d_weights - delta[..., tile].flatten(2)[..., None])
+        d_q[..., tile, :] += _ungroup(d_scores @ k[:, :, :keys], q.shape[2])
+        d_k[:, :, :keys] += d_scores.transpose(-1, -2) @ q_tile
+        d_v[:, :, :keys] += weights.transpose(-1, -2) @ d_tile
+    return d_q, d_k, d_v
 
 
 def _attend_to_pages(flat_q: torch.Tensor, value_dim: int, view: PagedView) -> Part:

@@ -73,7 +73,12 @@ class PagedLayerState:
 
     def first_rows(self, rows: Tensors, n: int) -> dict[str, torch.Tensor]:
         """The first `n` of `rows` (name -> [1, *leading, T, *trailing]), without the padding of a slice."""
-        return {c.name: rows[c.name].narrow(c.token_dim + 1, 0, n) for c in self.components}
+        found = {}
+        for c in self.components:
+            whole = rows[c.name].shape[c.token_dim + 1] == n
+            # A narrowed root would copy its gradient, for all layers before the first of them is used.
+            found[c.name] = rows[c.name] if whole else rows[c.name].narrow(c.token_dim + 1, 0, n)
+        return found
 
     def values(self, index: int, limit: int) -> Tensors:
         """Page `index` of the first `limit` rows, on the compute device."""
