@@ -49,6 +49,21 @@ def count_reward_calls():
     return len(calls)
 
 
+def train_masked():
+    """(steps, replayed tokens, size of the update) of a run whose rows are all truncated and so masked."""
+    options = {"max_steps": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    options |= {"mask_truncated_completions": True, "context_parallel_size": 2}
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = trl_setup.our_trainer(Path(scratch), **options)
+        generate = trainer._generate_single_turn
+        trainer._generate_single_turn = lambda *a, **k: ([[5] * len(ids) for ids in generate(*a, **k)[0]], None)
+        before = trl_setup.lora(trainer.model).clone()
+        trainer.train()
+        trainer.longstraw.close()
+        change = float((trl_setup.lora(trainer.model) - before).norm())
+        return trainer.state.global_step, trainer.longstraw.stats.replayed_tokens, change
+
+
 def replay_bytes(dtype, n_response):
     """(bytes that this rank received in a replay and its backward, widths) of a Llama with one layer."""
     model = tiny_model("llama", n_layers=1).to(dtype)

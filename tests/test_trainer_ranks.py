@@ -15,7 +15,6 @@ import pytest
 import rank_trainers
 import torch
 import trl_setup
-from rank_pool import RankPool
 from safetensors.torch import load_file
 
 from longstraw_sdk.evidence.parity import relative_l2
@@ -25,18 +24,14 @@ pytestmark = pytest.mark.timeout(600)
 STEPS = {"max_steps": 3}
 
 
-@pytest.fixture(scope="module")
-def two():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two(rank_pools):
+    return rank_pools[2]
 
 
-@pytest.fixture(scope="module")
-def four():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+@pytest.fixture
+def four(rank_pools):
+    return rank_pools[4]
 
 
 def agree(results):
@@ -105,6 +100,10 @@ def test_a_replay_receives_the_bytes_of_the_formula(two, dtype):
     outputs = 2 * slice_tokens * 4 if dtype == torch.bfloat16 else 2 * slice_tokens * 8  # log-probs and entropies
     agreement = 8  # a hash of the responses
     assert received == other[0] == inputs + found + back + outputs + agreement
+
+
+def test_a_window_of_masked_rows_steps_on_ranks_too(two):
+    assert two.run(rank_trainers.train_masked) == [(2, 0, 0.0)] * 2
 
 
 def test_an_interrupted_run_of_two_ranks_goes_on_in_one_process(two, tmp_path):

@@ -5,14 +5,14 @@ A row that several queries of a rank select travels to it once. Gradients travel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 
 from ..state.resident import PagedView, Tensors
 from ..types import accumulation_dtype
+from .latent_pages import OfPage, PageHits, page_bounds
 from .sparse_selection import NOT_SELECTED
 
 
@@ -37,7 +37,7 @@ class FetchedRows:
         n_served = self.context.exchange(n_asked[:, None])[:, 0]
         self._n_asked, self._n_served = n_asked.tolist(), n_served.tolist()
         served = self.context.exchange_uneven(row[self._order], self._n_asked, self._n_served)
-        self._served, self._by_page = served.sort()
+        self._served = PageHits.of(served, page_bounds(view, served.device))
 
         found = self.context.exchange_uneven(self._read(), self._n_served, self._n_asked)
         self._rows = torch.empty_like(found)
@@ -51,13 +51,16 @@ class FetchedRows:
         return self._named(self._rows)
 
     @contextmanager
-    def accumulators(self) -> Iterator[Callable[[int], Tensors | None] | None]:
+    def accumulators(self) -> Iterator[OfPage | None]:
         if not self.view.accumulate:
             yield None
             return
         sums = torch.zeros(self._rows.shape, dtype=accumulation_dtype(self._rows.dtype), device=self._rows.device)
         yield lambda index: self._named(sums)
-        self._add(self.context.exchange_uneven(sums[self._order], self._n_asked, self._n_served))
+        found = self.context.exchange_uneven(sums[self._order], self._n_asked, self._n_served)
+        with self.view.accumulators() as of_page:
+            assert of_page is not None
+            self._served.add(found, of_page, self.view.page_tokens)
 
     def _named(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         rank = self.view.layer_state.components[0].trailing[0]
@@ -65,31 +68,8 @@ class FetchedRows:
 
     def _read(self) -> torch.Tensor:
         """What other ranks asked for, [N, R + Dr]."""
-        components = self.view.layer_state.components
-        rows = torch.empty(
-            len(self._served), sum(c.trailing[0] for c in components), dtype=components[0].dtype,
-            device=self._served.device,
-        )  # fmt: skip
-        for page, span in self._pages():
-            values = self.view.values(page)
-            within = self._served[span] - page * self.view.page_tokens
-            rows[self._by_page[span]] = torch.cat([values["latent"][within], values["k_rope"][within]], -1)
+        components, asked = self.view.layer_state.components, self._served.rows
+        width = sum(c.trailing[0] for c in components)
+        rows = torch.empty(len(asked), width, dtype=components[0].dtype, device=asked.device)
+        self._served.read(self.view, rows)
         return rows
-
-    def _add(self, gradients: torch.Tensor) -> None:
-        with self.view.accumulators() as of_page:
-            assert of_page is not None
-            for page, span in self._pages():
-                sums = of_page(page)
-                assert sums is not None, "latents are differentiable"
-                within = self._served[span] - page * self.view.page_tokens
-                for name, found in self._named(gradients[self._by_page[span]]).items():
-                    sums[name].index_add_(0, within, found)
-
-    def _pages(self) -> Iterator[tuple[int, slice]]:
-        size = self.view.page_tokens
-        bounds = torch.arange(0, self.view.limit + size, size, device=self._served.device)
-        edges = torch.searchsorted(self._served, bounds).tolist()
-        for page, (begin, end) in enumerate(pairwise(edges)):
-            if begin < end:
-                yield page, slice(begin, end)

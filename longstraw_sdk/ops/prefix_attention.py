@@ -51,7 +51,7 @@ class _PrefixAttention(torch.autograd.Function):
         k, v = (_seen(_heads_first(x), view).to(dtype) for x in (key, value))
         parts = [_attend_causally(q, k, v)]
         if view is not None:
-            flat_q = _all_queries(grouped, view).to(dtype) * scale
+            flat_q = _all_queries(q, grouped, view, scale)
             parts += _merge_ranks(q, _attend_to_pages(flat_q, v.shape[-1], view), view)
         out, lse = _merged(parts)
         out = _ungrouped(out).to(query.dtype)
@@ -72,9 +72,8 @@ class _PrefixAttention(torch.autograd.Function):
         d_q, d_k, d_v = _back_causally(q, k, v, d_out, lse, delta)
         if view is not None:
             view.mark_gradient()
-            flat_q = _all_queries(grouped, view).to(dtype) * scale
-            flat_d = _all_queries(grouped_d, view).to(dtype)
-            flat_lse, flat_delta = (_all_queries(x[..., None], view) for x in (lse, delta))
+            flat_q, flat_d = _all_queries(q, grouped, view, scale), _all_queries(d_out, grouped_d, view)
+            flat_lse, flat_delta = (_all_queries(x, x, view) for x in (lse[..., None], delta[..., None]))
             d_q += _own_queries(_back_to_pages(flat_q, flat_d, flat_lse, flat_delta, view), q, view)
             d_k, d_v = (_own_rows(x, key.shape[2], view) for x in (d_k, d_v))
         d_query = _ungrouped(d_q * scale).to(query.dtype)
@@ -185,12 +184,12 @@ def _own_rows(d_x: torch.Tensor, n_own: int, view: PagedView) -> torch.Tensor:
     return view.context.sum_scatter(padded.unflatten(2, (size, n_own)).movedim(2, 0))
 
 
-def _all_queries(x: torch.Tensor, view: PagedView) -> torch.Tensor:
-    """[Hkv, B, g, T, D] -> [Hkv, N, D], the queries of all ranks."""
+def _all_queries(own: torch.Tensor, narrow: torch.Tensor, view: PagedView, scale: float = 1.0) -> torch.Tensor:
+    """[Hkv, B, g, T, D] -> [Hkv, N, D], the queries of all ranks. `own` is `narrow * scale`; `narrow` travels."""
     if not view.split:
-        return x.flatten(1, 3)
+        return own.flatten(1, 3)
     assert view.context is not None
-    return view.context.gather(x.flatten(1, 3)).transpose(0, 1).flatten(1, 2)
+    return view.context.gather_tokens(narrow.flatten(1, 3)).to(own.dtype) * scale
 
 
 def _own_queries(d_flat: torch.Tensor, q: torch.Tensor, view: PagedView) -> torch.Tensor:
@@ -198,7 +197,7 @@ def _own_queries(d_flat: torch.Tensor, q: torch.Tensor, view: PagedView) -> torc
     if view.context is None:
         return d_flat.view_as(q)
     if view.split:
-        return view.context.sum_scatter(d_flat.unflatten(1, (view.context.size, -1)).transpose(0, 1)).view_as(q)
+        return view.context.sum_scatter(view.context.by_rank(d_flat)).view_as(q)
     return view.context.gather(d_flat).sum(0).view_as(q)
 
 
@@ -210,7 +209,7 @@ def _merge_ranks(q: torch.Tensor, found: Part, view: PagedView) -> list[Part]:
         return [(out.view(*rows, -1), lse.view(rows))]
     both = torch.cat([out, lse[..., None]], -1)
     if view.split:
-        pieces = view.context.exchange(both.unflatten(1, (view.context.size, -1)).transpose(0, 1))
+        pieces = view.context.exchange(view.context.by_rank(both))
     else:
         pieces = view.context.gather(both)
     return [(piece[..., :-1].reshape(*rows, -1), piece[..., -1].reshape(rows)) for piece in pieces]

@@ -8,16 +8,16 @@ accumulators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from ..state.resident import PagedView, Tensors
+from ..state.resident import PagedView
 from ..types import accumulation_dtype
 from .autocast import without_autocast
 from .fetched_rows import FetchedRows
+from .latent_pages import LatentPages, OfPage, PageHits, page_bounds
 from .sparse_selection import NOT_SELECTED
 
 MAX_GATHERED_ELEMENTS = 2**24
@@ -96,79 +96,67 @@ class _SparseLatentAttention(torch.autograd.Function):
                 d_rows = d_scores.transpose(1, 2) @ q[tile]
                 d_rows[..., :rank] += weights.transpose(1, 2) @ d_out[tile]
                 _scatter(plan, d_rows, d_latent, d_rope, prefix, of_page)
-        d_latent, d_rope = (_own_part(x, latent.shape[1], view) for x in (d_latent, d_rope))
+        d_latent, d_rope = (_own_part(x, view) for x in (d_latent, d_rope))
         d_query = (d_q * scale).view_as(query).to(query.dtype)
         return d_query, d_latent.to(latent.dtype), d_rope.to(key_rope.dtype), None, None, None
 
 
-class Rows(Protocol):
-    """Resident rows on pages, as `PagedView` shows them."""
-
-    @property
-    def limit(self) -> int: ...
-    @property
-    def page_tokens(self) -> int: ...
-    def values(self, index: int) -> Tensors: ...
-    def accumulators(self) -> AbstractContextManager[Callable[[int], Tensors | None] | None]: ...
-
-
 def _reachable(
     view: PagedView, selected: torch.Tensor, latent: torch.Tensor, key_rope: torch.Tensor
-) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[LatentPages, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Resident rows, the selection in terms of them, and all new rows, once everything selected is on this rank."""
     if view.context is None:
         return view, selected, latent, key_rope
     fetched = FetchedRows(view, selected)
     if view.split:
-        latent, key_rope = (view.context.gather(x).transpose(0, 1).flatten(1, 2) for x in (latent, key_rope))
+        latent, key_rope = (view.context.gather_tokens(x) for x in (latent, key_rope))
     return fetched, fetched.selected, latent, key_rope
 
 
-def _own_part(d_new: torch.Tensor, n_own: int, view: PagedView) -> torch.Tensor:
+def _own_part(d_new: torch.Tensor, view: PagedView) -> torch.Tensor:
     """Gradient of this rank's new rows, summed over the ranks that attended to them."""
     if view.context is None or not view.split:
         return d_new
-    return view.context.sum_scatter(d_new.unflatten(1, (view.context.size, n_own)).transpose(0, 1))
+    return view.context.sum_scatter(view.context.by_rank(d_new))
 
 
 class _Plan(NamedTuple):
-    """Where the selected rows of some queries live. `order` sorts the flattened selection by position."""
+    """Where the selected rows of some queries live."""
 
-    positions: torch.Tensor  # [n * K], ascending
-    order: torch.Tensor  # [n * K]
-    edges: list[int]  # where each page's entries begin in `positions`, and last where the local rows begin
-    local: torch.Tensor  # flat index of each local entry in [B * L]
+    hits: PageHits  # of the flattened selection, n * K
+    local: torch.Tensor  # flat index in [B * L] of each entry behind the pages
     hidden: torch.Tensor  # [n, K], entries that select nothing
 
+    @property
+    def behind(self) -> torch.Tensor:
+        """Where the entries behind the pages stand in the flattened selection."""
+        return self.hits.order[self.hits.edges[-1] :]
 
-def _tiles(selected: torch.Tensor, n_local: int, width: int, view: Rows) -> Iterator[tuple[slice, _Plan]]:
+
+def _tiles(selected: torch.Tensor, n_local: int, width: int, pages: LatentPages) -> Iterator[tuple[slice, _Plan]]:
     """Tiles of the B * S queries whose gathered rows stay under the bound."""
     n_rows, n_queries, top_k = selected.shape
     flat = selected.flatten(0, 1)
     size = max(1, MAX_GATHERED_ELEMENTS // (top_k * width))
-    bounds = torch.tensor([*range(0, view.limit, view.page_tokens), view.limit], device=selected.device)
+    bounds = page_bounds(pages, selected.device)
     for start in range(0, n_rows * n_queries, size):
         tile = slice(start, min(start + size, n_rows * n_queries))
-        positions, order = flat[tile].flatten().sort()
-        edges = torch.searchsorted(positions, bounds).tolist()
-        first = edges[-1]
-        batch = (start + order[first:] // top_k) // n_queries
-        local = batch * n_local + positions[first:] - view.limit
-        yield tile, _Plan(positions, order, edges, local, flat[tile] == NOT_SELECTED)
+        hits = PageHits.of(flat[tile].flatten(), bounds)
+        first = hits.edges[-1]
+        batch = (start + hits.order[first:] // top_k) // n_queries
+        local = batch * n_local + hits.rows[first:] - pages.limit
+        yield tile, _Plan(hits, local, flat[tile] == NOT_SELECTED)
 
 
-def _gather(plan: _Plan, latent: torch.Tensor, key_rope: torch.Tensor, view: Rows, dtype: torch.dtype) -> torch.Tensor:
+def _gather(
+    plan: _Plan, latent: torch.Tensor, key_rope: torch.Tensor, pages: LatentPages, dtype: torch.dtype
+) -> torch.Tensor:
     """Rows [n, K, R + Dr]; zeros where nothing is selected."""
     rank, width = latent.shape[-1], latent.shape[-1] + key_rope.shape[-1]
-    rows = torch.zeros(len(plan.order), width, dtype=dtype, device=latent.device)
-    for page, (begin, end) in _hit_pages(plan):
-        within = plan.positions[begin:end] - page * view.page_tokens
-        values = view.values(page)
-        found = torch.cat([values["latent"][within], values["k_rope"][within]], -1)
-        rows[plan.order[begin:end]] = found.to(dtype)
-    local = plan.order[plan.edges[-1] :]
-    rows[local, :rank] = latent.flatten(0, 1)[plan.local].to(dtype)
-    rows[local, rank:] = key_rope.flatten(0, 1)[plan.local].to(dtype)
+    rows = torch.zeros(plan.hidden.numel(), width, dtype=dtype, device=latent.device)
+    plan.hits.read(pages, rows)
+    rows[plan.behind, :rank] = latent.flatten(0, 1)[plan.local].to(dtype)
+    rows[plan.behind, rank:] = key_rope.flatten(0, 1)[plan.local].to(dtype)
     return rows.view(*plan.hidden.shape, width)
 
 
@@ -177,26 +165,13 @@ def _scatter(
     d_rows: torch.Tensor,
     d_latent: torch.Tensor,
     d_rope: torch.Tensor,
-    view: Rows,
-    of_page: Callable[[int], Tensors | None] | None,
+    pages: LatentPages,
+    of_page: OfPage | None,
 ) -> None:
     """Add gradients of the gathered rows to those of the local rows and to the accumulators of the pages."""
     rank = d_latent.shape[-1]
     flat = d_rows.flatten(0, 1)
     if of_page is not None:
-        for page, (begin, end) in _hit_pages(plan):
-            sums = of_page(page)
-            assert sums is not None, "latents are differentiable"
-            within = plan.positions[begin:end] - page * view.page_tokens
-            found = flat[plan.order[begin:end]]
-            sums["latent"].index_add_(0, within, found[:, :rank])
-            sums["k_rope"].index_add_(0, within, found[:, rank:])
-    local = plan.order[plan.edges[-1] :]
-    d_latent.flatten(0, 1).index_add_(0, plan.local, flat[local, :rank])
-    d_rope.flatten(0, 1).index_add_(0, plan.local, flat[local, rank:])
-
-
-def _hit_pages(plan: _Plan) -> Iterator[tuple[int, tuple[int, int]]]:
-    for page, span in enumerate(zip(plan.edges[:-1], plan.edges[1:], strict=True)):
-        if span[0] < span[1]:
-            yield page, span
+        plan.hits.add(flat, of_page, pages.page_tokens)
+    d_latent.flatten(0, 1).index_add_(0, plan.local, flat[plan.behind, :rank])
+    d_rope.flatten(0, 1).index_add_(0, plan.local, flat[plan.behind, rank:])

@@ -83,14 +83,14 @@ def select_top_k_over_ranks(
     asked = (query, weights, query_positions)
     if split:
         asked = (
-            context.gather(query).transpose(0, 1).flatten(1, 2),
-            context.gather(weights).transpose(0, 1).flatten(1, 2),
+            context.gather_tokens(query),
+            context.gather_tokens(weights),
             context.gather(query_positions).flatten(),
         )
     found, finite_here = _best(*asked, resident_tiles, top_k, scale)
     found = torch.nn.functional.pad(found, (0, top_k - found.shape[-1]), value=_LEAST)
     if split:
-        pieces = context.exchange(found.unflatten(1, (context.size, -1)).transpose(0, 1))
+        pieces = context.exchange(context.by_rank(found))
     else:
         pieces = context.gather(found)
     best, finite = _best(query, weights, query_positions, new_tiles, top_k, scale)

@@ -66,6 +66,14 @@ class ContextGroup:
         dist.all_gather(list(out.unbind(0)), x, group=self.group)
         return out
 
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, ...] per rank -> [B, W * T, ...], the tokens of all ranks in their order."""
+        return self.gather(x).transpose(0, 1).flatten(1, 2)
+
+    def by_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, W * T, ...] as `gather_tokens` gives it -> [W, B, T, ...], a view."""
+        return x.unflatten(1, (self.size, -1)).transpose(0, 1)
+
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Entry s of `x` [W, ...] goes to rank s; returns what every rank had for this one, [W, ...]."""
         x = x.contiguous()
@@ -125,6 +133,7 @@ class RowMap:
         self._widths: list[int] = []
         self._firsts = [[0] * context.size]  # per chunk and rank, the row that the chunk's slice begins with
         self._tensors: tuple[torch.Tensor, ...] = ()
+        self._own = torch.arange(0)
 
     def append(self, n_tokens: int) -> None:
         """A chunk of `n_tokens` was stored."""
@@ -133,6 +142,9 @@ class RowMap:
         self._widths.append(slices[0].width)
         self._firsts.append([first + s.n_real for first, s in zip(self._firsts[-1], slices, strict=True)])
         self._tensors = ()
+        own = slices[self.context.rank]
+        first = self._bounds[-2] + own.start
+        self._own = torch.cat([self._own, torch.arange(first, first + own.n_real, device=self._own.device)])
 
     def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(rank, row) of each position, LongTensors of its shape; all positions must be stored."""
@@ -147,14 +159,8 @@ class RowMap:
 
     def own_positions(self, n_rows: int, device: torch.device) -> torch.Tensor:
         """Position of each of the first `n_rows` rows of this rank, ascending."""
-        rank = self.context.rank
-        pieces = [
-            torch.arange(bound + rank * width, bound + rank * width + last[rank] - first[rank])
-            for bound, width, first, last in zip(
-                self._bounds, self._widths, self._firsts[:-1], self._firsts[1:], strict=False
-            )
-        ]
-        return torch.cat([torch.arange(0), *pieces])[:n_rows].to(device)
+        self._own = self._own.to(device)  # every layer of every forward asks
+        return self._own[:n_rows]
 
 
 class GatherReplicated(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -82,19 +82,15 @@ class GLM52Adapter(TransformersAdapter):
         def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             cache = kwargs.get("cache")
             if isinstance(cache, LatentCache) and self.tape.mode != "off":
-                if cache.part is None or cache.new_ids is None:
-                    cache.begin(self.tape.open_pass(cache.end_keys, kwargs["input_ids"]))
-                else:
-                    cache.begin(self.tape.open_pass(cache.end_keys, cache.new_ids, cache.part))
+                ids = kwargs["input_ids"] if cache.new_ids is None else cache.new_ids
+                cache.begin(self.tape.open_pass(cache.end_keys, ids, cache.part))
 
-        undo = [swap_attention(model, self.tape), swap_experts(model), swap_deciders(model, self.tape)]
-        undo.append(model.base_model.register_forward_pre_hook(begin, with_kwargs=True).remove)
-
-        def uninstall() -> None:
-            for restore in undo:
-                restore()
-
-        return uninstall
+        undo = ExitStack()
+        undo.callback(swap_attention(model, self.tape))
+        undo.callback(swap_experts(model))
+        undo.callback(swap_deciders(model, self.tape))
+        undo.callback(model.base_model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        return undo.close
 
     def resident_cache(self, model: CausalLM, view: StateView, *, keep_rows: bool) -> LatentCache:
         layers = [LatentLayer(view, layer, keep_rows=keep_rows) for layer in range(model.config.num_hidden_layers)]

@@ -57,9 +57,7 @@ class LatentLayer(PagedCacheLayer):
         if limit % size:
             tail = self.index.values(n_whole)["key"].to(local.dtype)
             rest = torch.cat([tail.expand(len(local), -1, -1), local], 1)
-        rest = torch.nn.functional.pad(rest, (0, 0, 0, -rest.shape[1] % size))
-        for start in range(0, rest.shape[1], size):
-            yield n_whole * size + start, rest[:, start : start + size]
+        yield from _whole_tiles(n_whole * size, rest, size)
 
     def resident_tiles(self) -> Iterator[Tile]:
         """Indexer keys of this rank's part of a split prefix, page by page; padding lies behind every query."""
@@ -75,15 +73,19 @@ class LatentLayer(PagedCacheLayer):
     def new_tiles(self, local: torch.Tensor) -> Iterator[Tile]:
         """Indexer keys behind a split prefix, on a grid of the page size; `local` [B, L, D] are this rank's."""
         assert self.index is not None and self.index.context is not None
-        size = self.index.page_tokens
         if self.index.split:
-            local = self.index.context.gather(local).transpose(0, 1).flatten(1, 2)
-        local = torch.nn.functional.pad(local, (0, 0, 0, -local.shape[1] % size))
-        for start in range(0, local.shape[1], size):
-            yield self.index.first_new + start, local[:, start : start + size]
+            local = self.index.context.gather_tokens(local)
+        yield from _whole_tiles(self.index.first_new, local, self.index.page_tokens)
 
     def get_seq_length(self) -> int:
         return self.latents.first_new + (self.rows["latent"].shape[1] if "latent" in self.rows else 0)
+
+
+def _whole_tiles(first: int, keys: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """`keys` [B, L, D] from position `first` on, `size` at a time, with zeros behind the last."""
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, -keys.shape[1] % size))
+    for start in range(0, keys.shape[1], size):
+        yield first + start, keys[:, start : start + size]
 
 
 class LatentCache(ResidentCache):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -38,13 +39,10 @@ class Qwen36Adapter(TransformersAdapter):
     )
 
     def install(self, model: CausalLM) -> Callable[[], None]:
-        undo = [super().install(model), swap_gated_delta_net(model)]
-
-        def uninstall() -> None:
-            for restore in undo:
-                restore()
-
-        return uninstall
+        undo = ExitStack()
+        undo.callback(super().install(model))
+        undo.callback(swap_gated_delta_net(model))
+        return undo.close
 
     def layer_spec(self, config: Any, layer: int, layer_type: str, dtype: torch.dtype) -> StateSpec:
         if layer_type != "linear_attention":

@@ -1,0 +1,68 @@
+"""Reading single rows of latent pages, and adding to their gradients, page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..state.resident import Tensors
+
+OfPage = Callable[[int], Tensors | None]
+"""The gradients of a page by its index, to add to."""
+
+
+class LatentPages(Protocol):
+    """Rows on pages, components "latent" [T, R] and "k_rope" [T, Dr], as `PagedView` shows them."""
+
+    @property
+    def limit(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    def values(self, index: int) -> Tensors: ...
+    def accumulators(self) -> AbstractContextManager[OfPage | None]: ...
+
+
+def page_bounds(pages: LatentPages, device: torch.device) -> torch.Tensor:
+    """LongTensor: the first row of each page, and last the row behind all."""
+    return torch.tensor([*range(0, pages.limit, pages.page_tokens), pages.limit], device=device)
+
+
+class PageHits(NamedTuple):
+    """Rows that are asked for, sorted, so that each page is visited once."""
+
+    rows: torch.Tensor  # [N], ascending
+    order: torch.Tensor  # [N], where each stands among those asked for
+    edges: list[int]  # where the entries of each page begin in `rows`, and last where those behind all pages begin
+
+    @classmethod
+    def of(cls, asked: torch.Tensor, bounds: torch.Tensor) -> PageHits:
+        """`asked` is a LongTensor [N], negative where nothing is; `bounds` are `page_bounds`."""
+        rows, order = asked.sort()
+        return cls(rows, order, torch.searchsorted(rows, bounds).tolist())
+
+    def read(self, pages: LatentPages, out: torch.Tensor) -> None:
+        """Write the rows that lie on pages to their places in `out` [N, R + Dr]."""
+        for page, span in self._hit_pages():
+            within = self.rows[span] - page * pages.page_tokens
+            values = pages.values(page)
+            out[self.order[span]] = torch.cat([values["latent"][within], values["k_rope"][within]], -1).to(out.dtype)
+
+    def add(self, gradients: torch.Tensor, of_page: OfPage, page_tokens: int) -> None:
+        """Add `gradients` [N, R + Dr] of the rows that lie on pages to those of the pages."""
+        for page, span in self._hit_pages():
+            sums = of_page(page)
+            assert sums is not None, "latents are differentiable"
+            within = self.rows[span] - page * page_tokens
+            found = gradients[self.order[span]]
+            rank = sums["latent"].shape[-1]
+            sums["latent"].index_add_(0, within, found[:, :rank])
+            sums["k_rope"].index_add_(0, within, found[:, rank:])
+
+    def _hit_pages(self) -> Iterator[tuple[int, slice]]:
+        for page, (begin, end) in enumerate(pairwise(self.edges)):
+            if begin < end:
+                yield page, slice(begin, end)
