@@ -103,17 +103,19 @@ def test_the_next_layer_is_copied_while_this_one_computes():
     handles = [layer.register_forward_hook(computes(i)) for i, layer in enumerate(layers)]
     with LongStrawSession(model, chunk_tokens=64, page_tokens=8, probe=False) as session:
         session._core.placement = Placement(CPU, link)
-        with session.capture(torch.arange(2, 70)) as prefix:
-            link.events.clear()
-            began = time.perf_counter()
-            prefix.score([torch.tensor([5, 6, 7])])
-            seconds = time.perf_counter() - began
+        seconds = []
+        for _ in range(3):  # other processes may disturb one
+            with session.capture(torch.arange(2, 70)) as prefix:
+                link.events.clear()
+                began = time.perf_counter()
+                prefix.score([torch.tensor([5, 6, 7])])
+                seconds.append(time.perf_counter() - began)
     for handle in handles:
         handle.remove()
     for layer in range(len(layers) - 1):
         assert link.events.index(("start", layer + 1)) < link.events.index(("computed", layer))
     # A link that copies a layer only when it is asked for would take both times for every layer.
-    assert seconds < 2 * len(layers) * SECONDS_PER_COPY
+    assert min(seconds) < 2 * len(layers) * SECONDS_PER_COPY
 
 
 def test_appending_a_chunk_discards_copies_of_the_pages_before_it():

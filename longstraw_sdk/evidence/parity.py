@@ -8,9 +8,10 @@ the same with LoRA off at prefix positions.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ GRADIENT_TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 """Relative L2 over all LoRA gradients. float64 leaves four digits above its rounding for reordered sums; float32
 likewise. bfloat16 has no absolute bound: it is held to a multiple of conventional bfloat16's own error."""
 BFLOAT16_RATIO = 1.5
+BFLOAT16_DRAWS = 8
+"""Draws of prompt, responses and weights whose squared errors are averaged on both sides: of one draw, the quotient of
+the two errors scattered between 0.5 and 2.3 over 48 draws on a 3-layer Llama, of eight together from 0.8 to 1.3."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class ParityResult:
 
     Args:
         logp_error: largest absolute difference of a response log-prob, in nats.
-        gradient_error: relative L2 over all LoRA gradients; for bfloat16, of ours to float32.
+        gradient_error: relative L2 over all LoRA gradients; for bfloat16, of ours to float32, the root mean square over
+            `BFLOAT16_DRAWS` draws. The other figures are of the draw with the largest error.
         worst_parameter, worst_error: the LoRA tensor with the largest relative L2 of its own, among those whose
             gradient is not negligible.
         cosine: of the two LoRA gradients.
@@ -91,10 +96,20 @@ def check_parity(model: CausalLM, case: ParityCase, adapter: ResidentStateAdapte
 
     Replay runs first, so that an adapter that remembers discrete choices has them for the references.
     """
-    if adapter is not None:
-        adapter.forget()
     if case.dtype not in DTYPES:
         raise ConfigurationError(f"dtype {case.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
+    if case.dtype != "bfloat16":
+        return _check_draw(model, case, adapter)
+    draws = [replace(case, seed=case.seed + i) for i in range(BFLOAT16_DRAWS)]
+    results = [_check_draw(model, draw, adapter) for draw in draws]
+    worst = max(results, key=lambda r: r.gradient_error)
+    error, allowed = (_rms(values) for values in zip(*((r.gradient_error, r.allowed) for r in results), strict=True))
+    return replace(worst, case=case, gradient_error=error, allowed=allowed)
+
+
+def _check_draw(model: CausalLM, case: ParityCase, adapter: ResidentStateAdapter | None) -> ParityResult:
+    if adapter is not None:
+        adapter.forget()
     ours, theirs = _cast(model, case.dtype), _cast(model, case.dtype)
     with float64_upcasts() if case.dtype == "float64" else nullcontext():
         replayed = replay_run(ours, case, adapter)
@@ -253,6 +268,10 @@ def _compare(case: ParityCase, found: _Run, wanted: _Run, allowed: float) -> Par
     worst = max(errors, key=lambda n: errors[n])
     cosine = float(torch.dot(ours, theirs) / (ours.norm() * theirs.norm()))
     return ParityResult(case, logp_error, relative_l2(ours, theirs), worst, errors[worst], cosine, allowed)
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
 def relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
