@@ -39,6 +39,15 @@ class BoundModel:
         output: torch.Tensor = self.base.get_output_embeddings()(hidden)
         return output
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.base.parameters() if p.requires_grad]
+
+    def has_gradient(self) -> bool:
+        """Whether any trained parameter holds a gradient other than zero."""
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        return bool(gradients) and bool(torch.stack([g.any() for g in gradients]).any())
+
     def unbind(self) -> None:
         if _BOUND.pop(self.base, None) is not None:
             self.undo()

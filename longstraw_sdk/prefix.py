@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,8 @@ from .errors import (
 )
 from .lora import adapter_state, adapters_disabled, weights_fingerprint
 from .replay import pack_rows, replay_rows
-from .sampling import agree_on_random_state, generate_rows, seeded
-from .state import ContextGroup, PagePool, Placement, Witness
+from .sampling import agree_on_random_state, check_generation, generate_rows, seeded
+from .state import ContextGroup, PagePool, Placement, Witness, in_step
 from .sweep import sweep_prefix
 from .types import GradientScope, PrefixAdapter, ReplayOutput
 
@@ -83,19 +82,6 @@ class SessionCore:
     n_sweeps: int = 0
     n_swept_tokens: int = 0
 
-    def check_same(self, rows: Sequence[torch.Tensor], what: str) -> None:
-        """Raise unless all ranks of the context were given the same `rows`; they would wait for each other for ever."""
-        if self.context is None:
-            return
-        digest = hashlib.sha256()
-        for row in rows:
-            digest.update(repr(row.tolist() if isinstance(row, torch.Tensor) else row).encode())
-        if not self.context.same(int.from_bytes(digest.digest()[:7])):
-            raise InputError(
-                f"the {self.context.size} ranks of a context were given different {what}; ranks that share a prompt "
-                "must all be given its ids and its responses"
-            )
-
     def weights_key(self) -> tuple[int, int]:
         """Changes when the weights that a capture depends on change."""
         live = self.prefix_adapter == "live"
@@ -147,7 +133,7 @@ class Prefix:
     def score_with_entropy(self, rows: Sequence[torch.Tensor]) -> list[ReplayOutput]:
         """Like `score`, with the entropies [R_i] beside the log-probs."""
         with self._core.stats.timed("score", self._core.bound.device):
-            outputs, n_tokens = self._run(rows, accumulate=False)
+            outputs, n_tokens = self._run(rows, accumulate=False, training=False)
         self._core.stats.scored_tokens += n_tokens
         return outputs
 
@@ -157,17 +143,10 @@ class Prefix:
 
     def replay_packed(self, rows: Sequence[torch.Tensor]) -> list[ReplayOutput]:
         """`replay` of several responses, packed as `replay_tokens` allows; the outputs of a pack share a graph."""
-        if not torch.is_grad_enabled():
-            raise LifecycleError(
-                "replay builds a graph, but gradients are disabled here; use score() for log-probs only"
-            )
         core = self._core
-        if not adapter_state(core.bound.base):
-            raise ConfigurationError("replay has nothing to train: the LoRA adapter is disabled; use score() instead")
-        core.bound.check_checkpointing()
         accumulate = core.gradient_scope == "full" and core.prefix_adapter == "live"
         with core.stats.timed("replay", core.bound.device):
-            outputs, n_tokens = self._run(rows, accumulate=accumulate)
+            outputs, n_tokens = self._run(rows, accumulate=accumulate, training=True)
         core.stats.replayed_tokens += n_tokens
         core.update_is_open = core.needs_finalize = True
         for out in outputs:
@@ -192,6 +171,17 @@ class Prefix:
             top_k, top_p: restrict the draw; the defaults leave the distribution whole, as policy gradients assume.
             seed: draw from this seed and leave the global random state alone; None uses the global one.
         """
+        core = self._core
+        with in_step(
+            core.context, "sampling options", self._owner, n_rows, max_new_tokens, temperature, top_k, top_p, seed
+        ):
+            config = self._sampling_config(max_new_tokens, temperature, top_k, top_p)
+        with seeded(seed, core.bound.device):
+            return self.generate(n_rows, config)
+
+    def _sampling_config(
+        self, max_new_tokens: int, temperature: float | None, top_k: int, top_p: float
+    ) -> GenerationConfig:
         from transformers import GenerationConfig
 
         stock = self._core.bound.base.generation_config
@@ -205,28 +195,28 @@ class Prefix:
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
         eos = stock.eos_token_id
         pad = stock.pad_token_id if stock.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
-        config = GenerationConfig(
+        return GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
             eos_token_id=eos,
             pad_token_id=0 if pad is None else pad,
             **drawn,
         )
-        with seeded(seed, self._core.bound.device):
-            return self.generate(n_rows, config)
 
     def generate(self, n_rows: int, config: GenerationConfig) -> list[torch.Tensor]:
         """`sample` under a transformers `GenerationConfig`, with all that it can express but beams."""
-        if n_rows < 1:
-            raise InputError(f"n_rows must be at least 1, got {n_rows}")
-        self._check_usable()
         core = self._core
-        limit = core.bound.max_positions
-        if limit is not None and config.max_new_tokens is not None and self.n_tokens + config.max_new_tokens > limit:
-            raise InputError(
-                f"a prompt of {self.n_tokens} tokens and max_new_tokens={config.max_new_tokens} pass the model's "
-                f"max_position_embeddings={limit}"
-            )
+        with in_step(core.context, "generation options", self._owner, n_rows, config.to_json_string()):
+            if n_rows < 1:
+                raise InputError(f"n_rows must be at least 1, got {n_rows}")
+            limit, n_new = core.bound.max_positions, config.max_new_tokens
+            if limit is not None and n_new is not None and self.n_tokens + n_new > limit:
+                raise InputError(
+                    f"a prompt of {self.n_tokens} tokens and max_new_tokens={n_new} pass the model's "
+                    f"max_position_embeddings={limit}"
+                )
+            check_generation(config)
+            self._check_usable()
         with core.stats.timed("sample", core.bound.device):
             if core.context is not None:
                 agree_on_random_state(core.context, core.bound.device)
@@ -241,16 +231,17 @@ class Prefix:
         """
         if not self.needs_sweep:
             return 0
-        try:
-            self._check_usable()
-        except (StaleStateError, WitnessError) as error:
-            error.add_note(
-                "The gradients collected in this prefix can no longer be swept: release() it, discard this step's "
-                "gradients with optimizer.zero_grad() and capture again."
-            )
-            raise
         core = self._core
-        core.bound.check_checkpointing()
+        with in_step(core.context, "sweep", self._owner):
+            try:
+                self._check_usable()
+            except (StaleStateError, WitnessError) as error:
+                error.add_note(
+                    "The gradients collected in this prefix can no longer be swept: release() it, discard this step's "
+                    "gradients with optimizer.zero_grad() and capture again."
+                )
+                raise
+            core.bound.check_checkpointing()
         with core.stats.timed("sweep", core.bound.device):
             n_tokens = sweep_prefix(core.bound, self._state)
         core.stats.swept_tokens += n_tokens
@@ -329,11 +320,28 @@ class Prefix:
             )
         self._witness.verify(self._state)
 
-    def _run(self, rows: Sequence[torch.Tensor], *, accumulate: bool) -> tuple[list[ReplayOutput], int]:
+    def _check_trainable(self) -> None:
         core = self._core
-        core.check_same(rows, "responses")  # before anything that may raise on one rank alone
-        rows = [core.bound.check_ids(row, f"response {i}", self.n_tokens) for i, row in enumerate(rows)]
-        self._check_usable()
+        if not torch.is_grad_enabled():
+            raise LifecycleError(
+                "replay builds a graph, but gradients are disabled here; use score() for log-probs only"
+            )
+        if not adapter_state(core.bound.base):
+            raise ConfigurationError("replay has nothing to train: the LoRA adapter is disabled; use score() instead")
+        core.bound.check_checkpointing()
+        if core.context is not None and not core.needs_finalize and core.bound.has_gradient():
+            raise LifecycleError(
+                "the model still holds the gradient of an earlier update, which finalize() has summed over the ranks "
+                "already and would sum again; call optimizer.zero_grad() after each step, before the next replay"
+            )
+
+    def _run(self, rows: Sequence[torch.Tensor], *, accumulate: bool, training: bool) -> tuple[list[ReplayOutput], int]:
+        core = self._core
+        with in_step(core.context, "responses", self._owner, training, *rows):
+            if training:
+                self._check_trainable()
+            rows = [core.bound.check_ids(row, f"response {i}", self.n_tokens) for i, row in enumerate(rows)]
+            self._check_usable()
         outputs: dict[int, ReplayOutput] = {}
         for pack in pack_rows([len(row) for row in rows], core.replay_tokens):
             results = replay_rows(

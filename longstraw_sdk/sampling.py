@@ -28,15 +28,8 @@ _ALLOWED = {
 """The one value, beside None, of options that would replace the cache, the rows or the type of the result."""
 
 
-@torch.no_grad()
-def generate_rows(
-    bound: BoundModel, state: ResidentState, prompt_ids: torch.Tensor, n_rows: int, config: GenerationConfig
-) -> list[torch.Tensor]:
-    """`n_rows` responses, LongTensors [R_i], each ending with its first end-of-sequence token if it drew one.
-
-    Everything that `model.generate` can do to logits (top-k, top-p, penalties, ...) works as there, since it is what
-    runs; the draws come from the global random state, in the order in which it would draw for a batch of the prompt.
-    """
+def check_generation(config: GenerationConfig) -> None:
+    """Raise `ConfigurationError` for options that cannot work on a resident cache."""
     found = [
         f"{name}={getattr(config, name)!r}"
         for name, allowed in _ALLOWED.items()
@@ -47,6 +40,17 @@ def generate_rows(
             f"{', '.join(found)} cannot be used here: `n_rows` rows decode independently on the resident cache and "
             "come back as tensors; leave it unset"
         )
+
+
+@torch.no_grad()
+def generate_rows(
+    bound: BoundModel, state: ResidentState, prompt_ids: torch.Tensor, n_rows: int, config: GenerationConfig
+) -> list[torch.Tensor]:
+    """`n_rows` responses, LongTensors [R_i], each ending with its first end-of-sequence token if it drew one.
+
+    Everything that `model.generate` can do to logits (top-k, top-p, penalties, ...) works as there, since it is what
+    runs; the draws come from the global random state, in the order in which it would draw for a batch of the prompt.
+    """
     config = copy.deepcopy(config)
     config.use_cache = True  # unset would mean the model's own default, which trainers switch off
     cache = bound.adapter.generation_cache(bound.base, StateView(state, state.last_boundary, n_rows=n_rows))

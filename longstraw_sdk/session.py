@@ -19,7 +19,7 @@ from .errors import ConfigurationError, LifecycleError
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
-from .state import CudaLink, PagePool, Placement, min_forward_tokens
+from .state import CudaLink, PagePool, Placement, check_same_weights, in_step, min_forward_tokens
 from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice
 
 logger = logging.getLogger(__name__)
@@ -92,18 +92,30 @@ class LongStrawSession:
                 f"{type(self.adapter).__name__} cannot split a prompt over {context.size} ranks; use "
                 "context_parallel_size=1, where every rank has prompts of its own"
             )
-        bound = bind_model(model, self.adapter)
+        bound: BoundModel | None = None
+        options = (
+            type(self.adapter).__name__,
+            gradient_scope,
+            prefix_adapter,
+            chunk_tokens,
+            page_tokens,
+            replay_tokens,
+        )
         try:
-            if context is not None:
-                context.check_device(bound.device)
-            self.backend.share_parameters(p for p in bound.base.parameters() if p.requires_grad)
-            _at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
-            placement = _placement(state_device, bound.device)
-            bound.check_checkpointing()
-            if probe:
-                run_probe(bound)
+            with in_step(self.backend.world, "session options", *options, temperature):
+                bound = bind_model(model, self.adapter)
+                if context is not None:
+                    context.check_device(bound.device)
+                _at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
+                placement = _placement(state_device, bound.device)
+                bound.check_checkpointing()
+                if probe:
+                    run_probe(bound)
+            check_same_weights(self.backend.world, bound.base)
+            self.backend.share_parameters(bound.trained)
         except BaseException:
-            bound.unbind()
+            if bound is not None:
+                bound.unbind()
             raise
         self._core = SessionCore(
             bound=bound,
@@ -148,6 +160,11 @@ class LongStrawSession:
         """Whether anything was captured or replayed since the last `finalize()`."""
         return self._core.update_is_open
 
+    def open_anywhere(self) -> bool:
+        """Whether any rank has an open update. Every rank calls it."""
+        world, is_open = self.backend.world, self._core.update_is_open
+        return is_open if world is None else not world.agree(not is_open)
+
     @property
     def pool(self) -> PagePool:
         return self._core.pool
@@ -158,9 +175,9 @@ class LongStrawSession:
 
     def capture(self, prompt_ids: torch.Tensor) -> Prefix:
         """Capture one prompt, LongTensor [P] with P >= 1, and return its `Prefix`."""
-        self._check_open()
-        self._core.check_same([prompt_ids], "prompt")
-        prompt_ids = self._core.bound.check_ids(prompt_ids, "prompt")
+        with in_step(self._core.context, "prompt", prompt_ids):
+            self._check_open()
+            prompt_ids = self._core.bound.check_ids(prompt_ids, "prompt")
         prefix = Prefix(self._core, prompt_ids, f"prompt {next(self._numbers)}")
         self._open = [p for p in self._open if not p.released] + [prefix]
         self._n_prefixes += 1
@@ -170,18 +187,18 @@ class LongStrawSession:
         """Close the update: sweep what is still open, reduce the gradient across processes once. Then step.
 
         Every rank calls it, also one that had no prompt. Raises `LifecycleError` if nothing was captured or replayed
-        since the last call, except where other ranks may have had prompts of their own.
+        since the last call, on any rank.
         """
         self._check_open()
-        if not self._core.update_is_open and not self.backend.has_other_prompts:
+        core = self._core
+        if not self.open_anywhere():
             raise LifecycleError(
                 "finalize() was called, but nothing was captured or replayed since the last one; call it once per "
                 "optimizer step, before optimizer.step()"
             )
-        core = self._core
         for prefix in self._open:
             prefix.sweep()
-        reductions = self.backend.reduce_gradients(p for p in core.bound.base.parameters() if p.requires_grad)
+        reductions = self.backend.reduce_gradients(core.bound.trained, replayed=core.needs_finalize)
         result = FinalizeResult(self._n_prefixes, core.n_sweeps, core.n_swept_tokens, reductions)
         core.update_is_open = core.needs_finalize = False
         self._n_prefixes = core.n_sweeps = core.n_swept_tokens = 0
@@ -256,7 +273,7 @@ class _Unfinished:
         core = self.core()
         if core is None or not core.needs_finalize:
             return
-        trained = {id(p) for p in core.bound.base.parameters() if p.requires_grad}
+        trained = {id(p) for p in core.bound.trained}
         if any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
             raise LifecycleError(
                 "optimizer.step() was called on gradients that are not closed: responses were replayed since the last "

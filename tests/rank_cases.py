@@ -8,7 +8,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+from accelerate import PartialState
 from torch import distributed as dist
+from transformers import GenerationConfig
 
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.backends import AccelerateBackend, accelerate
@@ -107,7 +109,7 @@ def _no_tail(patch):
 
 
 def _no_reduction(patch):
-    patch.setattr(AccelerateBackend, "reduce_gradients", lambda self, parameters: ())
+    patch.setattr(AccelerateBackend, "reduce_gradients", lambda self, parameters, *, replayed: ())
 
 
 def _mean_over_the_context(patch):
@@ -143,7 +145,7 @@ def _scores_are_of_one_slice(patch):
     """Each rank back-propagates what all of them found as if it were its own: a gradient counted `size` times."""
 
     def broken(ctx, *grad_outputs):
-        return grad_outputs[0][ctx.rank] * len(grad_outputs[0]), None
+        return grad_outputs[0][ctx.group.rank] * len(grad_outputs[0]), None
 
     patch.setattr(GatherReplicated, "backward", staticmethod(broken))
 
@@ -204,19 +206,22 @@ def collectives():
         "received unevenly": received_uneven == (w - 1) * r * sent[:1].nbytes,
         "sum_scatter": torch.equal(summed, every[:, r].sum(0)),
         "agree": context.agree(True) and not context.agree(r != w - 1) and not context.agree(False),
-        "same": context.same(2**55 + 1) and not context.same(2**55 + (r == 0)) and not context.same(r),
+        "agree on": [
+            context.agree_on(*given) for given in ((True, 2**55 + 1), (r > 0, 2**55), (True, 2**55 + (r == 0)))
+        ]
+        == [(True, True), (False, True), (True, False)],
         "broadcast": torch.equal(first, torch.tensor([5, 5], dtype=torch.uint8)),
     }
 
 
-def reduced(context_parallel_size):
+def reduced(context_parallel_size, replayed=True):
     """Gradients after a reduction: one of float32, one that only the last rank has, one of bfloat16, one of nobody."""
     a, b, c, d = (torch.nn.Parameter(torch.zeros(3, dtype=t)) for t in [torch.float32] * 2 + [torch.bfloat16] * 2)
     a.grad = torch.tensor([1.0, 10.0, 100.0]) * (rank() + 1)
     if rank() == dist_size() - 1:
         b.grad = torch.full((3,), 8.0)
     c.grad = torch.tensor([1.0 if rank() else 256.0, 3.0, 0.0], dtype=torch.bfloat16)  # 256 + 1 rounds to 256
-    result = AccelerateBackend(context_parallel_size).reduce_gradients(iter([a, b, c, d]))
+    result = AccelerateBackend(context_parallel_size).reduce_gradients(iter([a, b, c, d]), replayed=replayed)
     return [None if p.grad is None else (p.grad.dtype, p.grad.tolist()) for p in (a, b, c, d)], result
 
 
@@ -369,7 +374,8 @@ def attention_errors(case):
             padding = leaf.grad[:, :, n:]
             found[f"d_{name} of padding"], wanted[f"d_{name} of padding"] = padding, torch.zeros_like(padding)
     collected = pages.cotangents(0, limit)
-    for name, gradient in zip(("k", "v"), gradients[3:], strict=True):
+    assert bool(collected) == bool(sum(seen)), "a prefix of no tokens has nothing to sweep"
+    for name, gradient in zip(collected, gradients[3:], strict=False):
         found[f"d_page_{name}"], wanted[f"d_page_{name}"] = collected[name][0], gradient[:, rows[:limit]]
     pool.release("prompt")
     assert pool.audit() == []
@@ -560,6 +566,11 @@ def different_input(what):
             "order of responses": lambda: prefix.replay_packed(ROWS[::-1] if odd else ROWS),
             "number of responses": lambda: prefix.replay_packed(ROWS[: 1 + odd]),
             "cut between responses": lambda: prefix.score(list(torch.cat(ROWS).split([10, 9] if odd else [9, 10]))),
+            "kind of pass": lambda: (prefix.replay if odd else lambda row: prefix.score([row]))(ROWS[0]),
+            "rows to sample": lambda: prefix.sample(1 + odd, max_new_tokens=2),
+            "tokens to sample": lambda: prefix.sample(1, max_new_tokens=2 + odd),
+            "temperature": lambda: prefix.sample(1, max_new_tokens=2, temperature=1.0 + odd),
+            "generation config": lambda: prefix.generate(1, GenerationConfig(max_new_tokens=2 + odd)),
         }[what]
         before = session.pool.live_bytes
         error = said(mine)
@@ -568,15 +579,53 @@ def different_input(what):
     return error, kept, goes_on
 
 
-def invalid_id(what):
-    """What each rank says when the last one alone is given an id outside the vocabulary."""
+def invalid_on_one(what):
+    """What each rank says when the last one alone is given, or has done, what cannot work."""
     odd = rank() == dist_size() - 1
     model = small_model("llama", torch.float32)
     with open_session(model, backend=hasty_backend(dist_size())) as session:
         if what == "prompt":
             return said(lambda: session.capture(torch.full_like(PROMPT, VOCAB) if odd else PROMPT))
+        if what == "dtype of the prompt":
+            return said(lambda: session.capture(PROMPT.int() if odd else PROMPT))
         prefix = session.capture(PROMPT)
-        return said(lambda: prefix.replay(torch.full_like(ROWS[0], VOCAB) if odd else ROWS[0]))
+        if what == "response":
+            return said(lambda: prefix.replay(torch.full_like(ROWS[0], VOCAB) if odd else ROWS[0]))
+        if what == "no_grad":
+            with torch.set_grad_enabled(not odd):
+                return said(lambda: prefix.replay(ROWS[0]))
+        if what == "max_new_tokens":
+            return said(lambda: prefix.sample(1, max_new_tokens=0 if odd else 1))
+        assert what == "weights"
+        if odd:
+            with torch.no_grad():
+                model.get_output_embeddings().weight.add_(0.0)
+        return said(lambda: prefix.replay(ROWS[0]))
+
+
+def other_run(what):
+    """What a constructor says on each rank where the last rank's session differs from the others'."""
+    odd = rank() == dist_size() - 1
+    model = small_model("llama", torch.float32)
+    options = {}
+    if what == "a weight":
+        weight = model.get_output_embeddings().weight.data
+        weight[5, 3] = torch.nextafter(weight[5, 3], torch.tensor(1.0)) if odd else weight[5, 3]
+    elif what == "the dtype":
+        model.to(torch.bfloat16 if odd else torch.float32)
+    elif what == "an option that cannot work":
+        options = {"chunk_tokens": 0 if odd else 16}
+    elif what != "nothing":
+        options = {
+            "gradient_scope": {"gradient_scope": "response" if odd else "full"},
+            "prefix_adapter": {"prefix_adapter": "frozen" if odd else "live"},
+            "chunk_tokens": {"chunk_tokens": 16 + odd},
+            "temperature": {"temperature": 1.0 + odd},
+        }[what]
+    error = said(lambda: open_session(model, backend=hasty_backend(1), probe=False, **options).close())
+    if what not in ("a weight", "the dtype"):
+        open_session(model).close()  # a refused model stays free
+    return error
 
 
 def not_finite(token):
@@ -602,6 +651,60 @@ def finalized_twice(context_parallel_size):
 
     with float64_upcasts():
         return said(updates), flat_gradient(model)
+
+
+def finalized_again():
+    """What a second `finalize` says where contexts have prompts of their own, and by how much it changed gradients."""
+    model = small_model("llama", torch.float32)
+    with open_session(model, context_parallel_size=dist_size() // 2) as session:
+        with session.capture(PROMPT) as prefix:
+            prefix.replay(ROWS[0]).logps.sum().backward()
+        session.finalize()
+        before = flat_gradient(model)
+        return said(session.finalize), float((flat_gradient(model) - before).norm())
+
+
+def idle_contexts(n_updates=2):
+    """Whether finalize works, without zero_grad between, while only the first context has had prompts in the last."""
+    model = small_model("llama")
+    with float64_upcasts(), open_session(model, context_parallel_size=2) as session:
+        with session.capture(PROMPT) as prefix:
+            prefix.replay(ROWS[0]).logps.sum().backward()
+        first = session.finalize()
+        once = flat_gradient(model)
+        if rank() < 2:
+            model.zero_grad()
+            with session.capture(PROMPT) as prefix:
+                prefix.replay(ROWS[0]).logps.sum().backward()
+        second = session.finalize()
+        return [r.group for r in first.reductions], [r.group for r in second.reductions], once, flat_gradient(model)
+
+
+def groups_after_a_restart():
+    """Whether a context works after torch.distributed was destroyed and initialised again."""
+    whole_world().broadcast(torch.zeros(1))
+    dist.destroy_process_group()
+    PartialState._reset_state()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    return whole_world().gather(torch.tensor([rank()])).flatten().tolist()
+
+
+def saved_for_the_carry():
+    """Bytes that carry_state keeps for its backward, and those of the states of one rank."""
+    state = torch.randn(3, 4, 4)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        carry_state(state.clone().requires_grad_(), state, state, whole_world())
+    return sum(kept), state.nbytes
+
+
+def one_token_prompt():
+    """Sweeps of a prompt that has no prefix."""
+    model = small_model("llama", torch.float32)
+    with open_session(model, context_parallel_size=dist_size()) as session:
+        with session.capture(PROMPT[:1]) as prefix:
+            prefix.replay(ROWS[0]).logps.sum().backward()
+        return session.finalize().n_sweeps
 
 
 def different_loss():

@@ -184,6 +184,24 @@ REFUSED = {
         lambda: base_model_of(tiny_model("glm52")),
         ["layer types indexed_attention are not served", r"multi-head latent attention \(config.kv_lora_rank\)"],
     ),
+    "dynamic rope": (
+        lambda: build("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        [r"its rotary frequencies \(rope_type 'dynamic'\) change with the length of the text"],
+    ),
+    "long rope": (
+        lambda: build(
+            "Llama",
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 32,
+                "factor": 2.0,
+            },
+        ),
+        [r"its rotary frequencies \(rope_type 'longrope'\) change with the length of the text"],
+    ),
     "sinks": (
         lambda: build("GptOss", layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1),
         ["self_attn has attention sinks"],

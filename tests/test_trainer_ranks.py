@@ -98,7 +98,7 @@ def test_a_replay_receives_the_bytes_of_the_formula(two, dtype):
     found = slice_tokens * heads * (dim + 1) * wide  # attention to the other rank's pages, and its log-sum-exp
     back = slice_tokens * wide * (dim * (heads + 2 * kv_heads) + 2 * heads)  # gradients; log-sum-exp and delta
     outputs = 2 * slice_tokens * 4 if dtype == torch.bfloat16 else 2 * slice_tokens * 8  # log-probs and entropies
-    agreement = 8  # a hash of the responses
+    agreement = 16 + 16  # a hash of the responses and whether all accept them; two numbers of the loss's gradient
     assert received == other[0] == inputs + found + back + outputs + agreement
 
 

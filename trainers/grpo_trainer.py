@@ -362,7 +362,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def _close_update(self) -> None:
         # A window whose rows are all masked touches no prompt. Other ranks' may: all of them reduce, or none.
-        if self.longstraw.has_open_update or self._backend.has_other_prompts:
+        if self.longstraw.open_anywhere():
             self.longstraw.finalize()
         if self.longstraw.prefix_adapter == "live":
             self._drop_all()  # the optimizer step that follows makes them stale

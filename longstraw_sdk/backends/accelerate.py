@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 import torch
 from torch import distributed as dist
@@ -37,14 +36,12 @@ class AccelerateBackend:
             )
         self.context: ContextGroup | None = None
         self.data: ContextGroup | None = None
+        self.world: ContextGroup | None = None
         if world_size > 1:
+            self.world = ContextGroup(_default_group(), "run")
             context, data = _groups(world_size, context_parallel_size)
             self.context = ContextGroup(context) if context_parallel_size > 1 else None
-            self.data = ContextGroup(data) if world_size > context_parallel_size else None
-
-    @property
-    def has_other_prompts(self) -> bool:
-        return self.data is not None
+            self.data = ContextGroup(data, "data") if world_size > context_parallel_size else None
 
     @torch.no_grad()
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -55,25 +52,38 @@ class AccelerateBackend:
                 for p in shared:
                     dist.broadcast(p.data, dist.get_global_rank(group.group, 0), group=group.group)
 
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[Reduction, ...]:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
         trained = list(parameters)
         reductions = []
-        for group, name, operation in ((self.context, "context", "sum"), (self.data, "data", "mean")):
+        context = self.context if replayed else None  # summed before, and once is enough
+        for group, operation in ((context, "sum"), (self.data, "mean")):
             if group is not None:
                 reduced = _reduce(trained, group, mean=operation == "mean")
                 reductions.append(
-                    Reduction(name, tuple(dist.get_process_group_ranks(group.group)), operation, *reduced)
+                    Reduction(group.name, tuple(dist.get_process_group_ranks(group.group)), operation, *reduced)
                 )
         return tuple(reductions)
 
 
-@cache
+_made: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Groups by the default group that they were made under and the context size: groups are not garbage-collected."""
+
+
 def _groups(world_size: int, context_parallel_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's context and data group. Made once: process groups are not garbage-collected."""
+    """This rank's context and data group."""
     rank, size = dist.get_rank(), context_parallel_size
-    contexts = [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
-    data = [dist.new_group(range(offset, world_size, size)) for offset in range(size)]
-    return contexts[rank // size], data[rank % size]
+    key = (_default_group(), size)
+    if key not in _made:
+        contexts = [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
+        data = [dist.new_group(range(offset, world_size, size)) for offset in range(size)]
+        _made[key] = contexts[rank // size], data[rank % size]
+    return _made[key]
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised"
+    return group
 
 
 def _reduce(parameters: list[nn.Parameter], group: ContextGroup, *, mean: bool) -> tuple[int, int]:

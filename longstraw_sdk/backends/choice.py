@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-from torch import distributed as dist
-
 from ..errors import ConfigurationError
 from .accelerate import AccelerateBackend
-from .local import LocalBackend
+from .local import LocalBackend, n_processes
 from .protocol import ShardingBackend
 
 NAMES = ("auto", "local", "accelerate")
@@ -19,7 +15,7 @@ def make_backend(name: str, context_parallel_size: int = 1) -> ShardingBackend:
     if name not in NAMES:
         raise ConfigurationError(f"backend={name!r} is not known; allowed: {', '.join(map(repr, NAMES))}")
     if name == "auto":
-        name = "accelerate" if _n_processes() > 1 or context_parallel_size > 1 else "local"
+        name = "accelerate" if n_processes() > 1 or context_parallel_size > 1 else "local"
     if name == "accelerate":
         return AccelerateBackend(context_parallel_size)
     if context_parallel_size > 1:
@@ -27,9 +23,3 @@ def make_backend(name: str, context_parallel_size: int = 1) -> ShardingBackend:
             f"context_parallel_size={context_parallel_size} needs several processes; the local backend has one"
         )
     return LocalBackend()
-
-
-def _n_processes() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))

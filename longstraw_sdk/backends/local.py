@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
-import torch
+from torch import distributed as dist
 from torch import nn
 
 from ..errors import ConfigurationError
@@ -16,19 +17,24 @@ class LocalBackend:
     """The gradient of the one process is the gradient. Refuses to run under several, where it would be wrong."""
 
     context: ContextGroup | None = None
-    has_other_prompts = False
+    world: ContextGroup | None = None
 
     def __init__(self) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            world_size = torch.distributed.get_world_size()
-            if world_size > 1:
-                raise ConfigurationError(
-                    f"{world_size} processes are running, but the local backend reduces no gradients across processes, "
-                    'so each would train a different adapter; use backend="accelerate", or launch one process'
-                )
+        if n_processes() > 1:
+            raise ConfigurationError(
+                f"{n_processes()} processes are running, but the local backend reduces no gradients across processes, "
+                'so each would train a different adapter; use backend="accelerate", or launch one process'
+            )
 
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
 
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[Reduction, ...]:
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
         return ()
+
+
+def n_processes() -> int:
+    """Processes of this run, as torch.distributed or, before it is initialised, the launcher says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))

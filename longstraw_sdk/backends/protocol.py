@@ -17,15 +17,18 @@ class ShardingBackend(Protocol):
     context: ContextGroup | None
     """The ranks that share a prompt; None if each has prompts of its own."""
 
-    @property
-    def has_other_prompts(self) -> bool:
-        """Whether other ranks may have prompts that this one has not."""
-        ...
+    world: ContextGroup | None
+    """All ranks of the run; None if this is the only one."""
 
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give every rank the first one's values, so that all train the same adapter. Every rank calls it."""
         ...
 
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> tuple[Reduction, ...]:
-        """Reduce `.grad` of `parameters` in place and say how. Every rank calls it."""
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
+        """Reduce `.grad` of `parameters` in place and say how. Every rank calls it.
+
+        Args:
+            replayed: whether this rank's context replayed anything since the last call. If not, what `.grad` holds is
+                the same on all its ranks already.
+        """
         ...

@@ -129,9 +129,19 @@ class RecurrentLayer(LinearAttentionLayer):
         if not self.sealed:
             self.produced[self.key] = states
 
+    def _require_whole(self) -> None:
+        """The stock forward, which calls the updates, knows nothing of the slices before its own."""
+        if self.context is not None:
+            raise UnsupportedModelError(
+                f"the linear-attention layer {self.key[0]} ran its stock forward on one rank's slice of the tokens: "
+                "something replaced `forward` on the instance, as accelerate's hooks do (device_map=...). Load the "
+                "model without a device_map, or take the hooks off: accelerate.hooks.remove_hook_from_submodules(model)"
+            )
+
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
+        self._require_whole()
         assert conv_kernel_size is not None, "the layer names the kernel size"
         tail = self.tail_of(conv_states, conv_kernel_size - 1)
         full = torch.cat([tail, conv_states], -1)
@@ -141,6 +151,7 @@ class RecurrentLayer(LinearAttentionLayer):
         return full
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        self._require_whole()
         if not self.sealed:
             self.produced[self.key]["recurrent"] = recurrent_states
         if self.keep_rows:

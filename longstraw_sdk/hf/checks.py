@@ -49,6 +49,12 @@ def _config_problems(
         yield f"config.sliding_window={window} limits every layer; set it to None only if the model was trained without"
     if getattr(config, "kv_lora_rank", None) and not latent_attention:
         yield "multi-head latent attention (config.kv_lora_rank) keeps latents, not keys and values; write an adapter"
+    changing = sorted(_rope_types(config) & {"dynamic", "longrope"})
+    if changing:
+        yield (
+            f"its rotary frequencies (rope_type {', '.join(map(repr, changing))}) change with the length of the text, "
+            "so keys kept from an earlier chunk are not those of one long forward; use 'default', 'yarn' or 'llama3'"
+        )
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models have no shared prompt prefix to keep"
     for name in _HEAD_SCALES:
@@ -101,6 +107,12 @@ def _module_problems(model: PreTrainedModel) -> Iterator[str]:
 def layer_types_of(config: Any) -> list[str]:
     """One type per decoder layer; configs without `layer_types` have full attention everywhere."""
     return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(p["rope_type"]) for p in [parameters, *per_layer_type] if "rope_type" in p}
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -38,21 +38,20 @@ class _CarryState(torch.autograd.Function):
     def forward(
         ctx: Any, transition: torch.Tensor, own: torch.Tensor, initial: torch.Tensor, context: ContextGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        transitions = context.gather(transition)
         states = [initial]
-        for a, b in zip(transitions, context.gather(own), strict=True):
+        for a, b in zip(context.gather(transition), context.gather(own), strict=True):
             states.append(a @ states[-1] + b)
         ctx.context = context
-        ctx.save_for_backward(transitions, states[context.rank])
+        ctx.save_for_backward(transition, states[context.rank])  # those of all ranks would not fit beside many layers
         return states[context.rank].clone(), states[-1]
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        transitions, start = ctx.saved_tensors
+        transition, start = ctx.saved_tensors
         rank = ctx.context.rank
         d_start, d_state = grad_outputs
-        d_starts = ctx.context.gather(d_start)
+        transitions, d_starts = ctx.context.gather(transition), ctx.context.gather(d_start)
         for s in reversed(range(ctx.context.size)):
             if s == rank:
                 d_own, d_transition = d_state, d_state @ start.transpose(-1, -2)

@@ -1,5 +1,6 @@
 """Resident state: what survives of a prompt, who owns it, and the proof that nobody touched it."""
 
+from .agreement import check_same_weights, in_step
 from .context import ContextGroup, GatherReplicated, TokenSlice
 from .pool import Page, PagePool
 from .resident import PagedLayerState, PagedView, RecurrentLayerState, ResidentState
@@ -39,5 +40,7 @@ __all__ = [
     "StateSpec",
     "TokenSlice",
     "Witness",
+    "check_same_weights",
+    "in_step",
     "min_forward_tokens",
 ]

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, NumericsError
+
+_SAME_LOSS = 1e-3
+"""Relative difference that rounding explains between losses computed alike on all ranks, in bfloat16 at worst."""
 
 
 class TokenSlice(NamedTuple):
@@ -35,8 +38,9 @@ class ContextGroup:
     Every method must be called by all ranks of the group in the same order, with equal shapes.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, name: str = "context"):
         self.group = group
+        self.name = name
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.received_bytes = 0
@@ -99,10 +103,10 @@ class ContextGroup:
         own = torch.tensor([flag], dtype=torch.uint8, device=self._device)
         return bool(self.gather(own).all())
 
-    def same(self, value: int) -> bool:
-        """Whether `value`, which fits in 63 bits, is equal on every rank."""
-        found = self.gather(torch.tensor([value], dtype=torch.int64, device=self._device))
-        return bool((found == value).all())
+    def agree_on(self, flag: bool, value: int) -> tuple[bool, bool]:
+        """Whether `flag` is true on every rank, and whether `value`, which fits in 63 bits, is equal on every rank."""
+        found = self.gather(torch.tensor([flag, value], dtype=torch.int64, device=self._device))
+        return bool(found[:, 0].all()), bool((found[:, 1] == value).all())
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, by pickle between the ranks of one run; for checks, not for the hot path."""
@@ -164,13 +168,28 @@ class RowMap:
 
 
 class GatherReplicated(torch.autograd.Function):
-    """[...] per rank -> [W, ...] for consumers that compute the same on every rank, so that no gradient is summed."""
+    """[...] per rank -> [W, ...] for consumers that compute the same on every rank, so that no gradient is summed.
+
+    Backward raises `NumericsError` on every rank if what arrives there is not the same on all.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-        ctx.rank = group.rank
+        ctx.group = group
         return group.gather(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        return grad_outputs[0][ctx.rank], None
+        gradient = grad_outputs[0]
+        flat = gradient.flatten().double()
+        # Two numbers tell gradients apart that differ by more than rounding; comparing all would double the traffic.
+        probe = torch.stack([flat.norm(), (flat * torch.arange(len(flat), device=flat.device).cos()).sum()])
+        found = ctx.group.gather(probe)
+        allowed = _SAME_LOSS * float(found[:, 0].nan_to_num(0.0, 0.0).max())
+        if not torch.allclose(found, found[:1].expand_as(found), rtol=0.0, atol=allowed, equal_nan=True):
+            raise NumericsError(
+                f"the {ctx.group.size} ranks of a context computed different losses of one response (gradient norms "
+                f"{', '.join(f'{norm:.6g}' for norm in found[:, 0].tolist())}); give all of them the same rewards, "
+                "advantages and old log-probs. Nothing was added to the LoRA gradients by this backward pass"
+            )
+        return gradient[ctx.group.rank], None

@@ -140,6 +140,7 @@ class PagedLayerState:
                 c.name: torch.zeros(1, *c.leading, 0, *c.trailing, dtype=c.dtype, device=self.compute_device)
                 for c in self._accumulator_components
             }
+        self._ensure_accumulators()  # a context's rank may hold rows that nothing read
         page_tokens = self._pool.page_tokens
         pieces: dict[str, list[torch.Tensor]] = {c.name: [] for c in self._accumulator_components}
         for index in range(start // page_tokens, -(-end // page_tokens)):
@@ -215,7 +216,7 @@ class PagedView(NamedTuple):
 
     def mark_gradient(self) -> None:
         """Gradients are being collected, even if this rank holds no row: the sweep takes the same path on all ranks."""
-        if self.context is not None and self.accumulate:
+        if self.context is not None and self.accumulate and self.first_new:
             self.layer_state.has_gradient |= self.layer_state.differentiable
 
     def blocks(self, *, with_grads: bool = False) -> Iterator[Block]:
