@@ -84,6 +84,7 @@ class ResidentStateAdapter(ABC):
         lora_parameter_targets: names of parameters that it covers beside them, as stacked experts.
         no_gradient: names of modules whose output has no gradient, so that LoRA on their linears would learn nothing.
         context_parallel: whether `forward` runs only this rank's slice of the tokens when `view.state.context` is set.
+        expert_parallel: whether `bind` and `forward` reach experts on the other ranks of `experts`.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -91,6 +92,10 @@ class ResidentStateAdapter(ABC):
     lora_parameter_targets: ClassVar[tuple[str, ...]] = ()
     no_gradient: ClassVar[tuple[str, ...]] = ()
     context_parallel: ClassVar[bool] = False
+    expert_parallel: ClassVar[bool] = False
+
+    experts: ContextGroup | None = None
+    """The ranks among which stacked experts are spread; the session sets it before it asks anything."""
 
     @abstractmethod
     def validate(self, model: CausalLM) -> None:
@@ -126,6 +131,17 @@ class ResidentStateAdapter(ABC):
     def share_choices(self, context: ContextGroup) -> None:
         """Give every rank of `context` the discrete choices that were made on the others; every rank calls it."""
         return None
+
+    def gather_shards(self, model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`tensors`, shaped and named as LoRA parameters, with the parts that the other ranks of `experts` hold.
+
+        Every rank calls it.
+        """
+        return dict(tensors)
+
+    def own_shards(self, model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inverse of `gather_shards`: this rank's part of whole `tensors`."""
+        return dict(tensors)
 
     def metrics(self) -> dict[str, float]:
         """Figures of this adapter for the training log, by name."""

@@ -42,6 +42,8 @@ class LongStrawSession:
             `torchrun`), or a `ShardingBackend`; None picks by what is launched.
         context_parallel_size: consecutive ranks that share a prompt. They call everything with the same arguments and
             hold 1/size of its pages each; `finalize()` sums their gradients.
+        expert_parallel_size: consecutive ranks of a context that hold one set of experts together; each was given its
+            part of them when the model was loaded.
         replay_tokens: how many response tokens one packed replay may hold; None replays one response at a time, which
             keeps memory independent of the group size.
         temperature: divides the logits in sampling, scoring and replay alike.
@@ -68,6 +70,7 @@ class LongStrawSession:
         page_tokens: int = 4096,
         backend: ShardingBackend | str | None = None,
         context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         replay_tokens: int | None = None,
         temperature: float = 1.0,
         state_device: StateDevice = "auto",
@@ -85,13 +88,18 @@ class LongStrawSession:
             raise ConfigurationError(f"temperature must be a positive finite number, got {temperature!r}")
         require_trainable_lora(model)
         self.adapter = adapter_for(base_model_of(model)) if adapter is None else adapter
-        self.backend = _backend(backend, context_parallel_size)
+        self.backend = _backend(backend, context_parallel_size, expert_parallel_size)
         context = self.backend.context
         if context is not None and not self.adapter.context_parallel:
             raise ConfigurationError(
                 f"{type(self.adapter).__name__} cannot split a prompt over {context.size} ranks; use "
                 "context_parallel_size=1, where every rank has prompts of its own"
             )
+        if self.backend.experts is not None and not self.adapter.expert_parallel:
+            raise ConfigurationError(
+                f"{type(self.adapter).__name__} cannot spread experts over ranks; use expert_parallel_size=1"
+            )
+        self.adapter.experts = self.backend.experts
         bound: BoundModel | None = None
         options = (
             type(self.adapter).__name__,
@@ -204,6 +212,16 @@ class LongStrawSession:
         self._n_prefixes = core.n_sweeps = core.n_swept_tokens = 0
         return result
 
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` after `finalize()`, with the norm [] of the whole model on every rank.
+
+        Every rank calls it. The torch function does not know of experts on other ranks.
+        """
+        trained = self._core.bound.trained
+        norm = self.backend.gradient_norm(trained)
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+        return norm
+
     def mark_weights_updated(self) -> None:
         """Declare live captures stale. Needed only after optimizers that PyTorch's version counters do not see."""
         self._core.weights_epoch += 1
@@ -292,16 +310,21 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-def _backend(backend: ShardingBackend | str | None, context_parallel_size: int) -> ShardingBackend:
-    _at_least("context_parallel_size", context_parallel_size, 1)
+def _backend(
+    backend: ShardingBackend | str | None, context_parallel_size: int, expert_parallel_size: int
+) -> ShardingBackend:
+    sizes = {"context_parallel_size": context_parallel_size, "expert_parallel_size": expert_parallel_size}
+    for name, size in sizes.items():
+        _at_least(name, size, 1)
     if backend is None or isinstance(backend, str):
-        return make_backend(backend or "auto", context_parallel_size)
-    found = 1 if backend.context is None else backend.context.size
-    if context_parallel_size not in (1, found):
-        raise ConfigurationError(
-            f"context_parallel_size={context_parallel_size}, but the given {type(backend).__name__} has contexts of "
-            f"{found} ranks; make it with the size you want"
-        )
+        return make_backend(backend or "auto", context_parallel_size, expert_parallel_size)
+    for (name, size), group in zip(sizes.items(), (backend.context, backend.experts), strict=True):
+        found = 1 if group is None else group.size
+        if size not in (1, found):
+            raise ConfigurationError(
+                f"{name}={size}, but the given {type(backend).__name__} was made with {found}; make it with the size "
+                "you want"
+            )
     return backend
 
 

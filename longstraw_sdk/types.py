@@ -16,6 +16,11 @@ CausalLM = Any
 `Tensor | Module`, which says less than nothing about configs and methods."""
 
 
+def is_shared(parameter: torch.Tensor) -> bool:
+    """Whether every rank holds this parameter. Experts that are spread over ranks carry Megatron's mark for it."""
+    return bool(getattr(parameter, "allreduce", True))
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of `dtype` state are summed: float32, or float64 for float64 state."""
     return torch.promote_types(dtype, torch.float32)
@@ -39,7 +44,8 @@ class Reduction:
     """How gradients were reduced over one group of ranks.
 
     Args:
-        group: "context" (ranks that share a prompt) or "data" (ranks with other prompts).
+        group: "context" (ranks that share a prompt), "expert copies" (those of them that hold the same experts) or
+            "data" (ranks with other prompts).
         ranks: the global ranks of the group.
         operation: "sum" or "mean".
         n_parameters, n_elements: what was reduced.

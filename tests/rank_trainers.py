@@ -1,5 +1,7 @@
 """Trainers that the ranks of a `RankPool` run."""
 
+import hashlib
+import os
 import tempfile
 from pathlib import Path
 
@@ -8,29 +10,45 @@ import trl_setup
 
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.lora import adapter_digest
+from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
+from longstraw_sdk.trainers.expert_shards import whole_adapter
 
 
-def _run(trainer, start, checkpoint=None):
+def _model(architecture, options):
+    """Four layers; with experts spread, this rank's part."""
+    model, size = tiny_model(architecture, n_layers=4), options.get("expert_parallel_size", 1)
+    return model if size == 1 else keep_expert_shard(model, int(os.environ["RANK"]) % size, size)
+
+
+def _whole(trainer):
+    """The adapter of all ranks, by name."""
+    if hasattr(trainer, "longstraw"):
+        return whole_adapter(trainer.model, trainer.longstraw.adapter)
+    return {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def _run(trainer, checkpoint=None):
+    start = {name: p.clone() for name, p in _whole(trainer).items()}
     trainer.train(resume_from_checkpoint=checkpoint)
     history = [h for h in trainer.state.log_history if "reward" in h]
-    logged = {k: [h[k] for h in history] for k in ("reward", "reward_std", "loss", "num_tokens", "entropy")}
+    names = ("reward", "reward_std", "loss", "num_tokens", "entropy", "grad_norm")
+    logged = {k: [h[k] for h in history] for k in names if k in history[0]}
+    end = _whole(trainer)
+    digest = hashlib.sha256(b"".join(p.contiguous().numpy().tobytes() for p in end.values())).hexdigest()
     if hasattr(trainer, "longstraw"):
         trainer.longstraw.close()
-    return logged, trl_setup.lora(trainer.model) - start, adapter_digest(trainer.model)
+    return logged, torch.cat([(end[n] - start[n]).flatten() for n in end]), digest
 
 
 def train(kind, architecture, options, folder=None):
-    """(logged values, trained vector minus its start, adapter digest) of one `.train()`."""
+    """(logged values, trained vector minus its start, digest of the adapter) of one `.train()`."""
     make = {"ours": trl_setup.our_trainer, "stock": trl_setup.stock_trainer}[kind]
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = make(Path(folder or scratch), model=tiny_model(architecture, n_layers=4), **options)
-        return _run(trainer, trl_setup.lora(trainer.model).clone())
+        return _run(make(Path(folder or scratch), model=_model(architecture, options), **options))
 
 
 def resume(architecture, options, folder):
-    trainer = trl_setup.our_trainer(Path(folder), model=tiny_model(architecture, n_layers=4), **options)
-    return _run(trainer, trl_setup.lora(trainer.model).clone(), True)
+    return _run(trl_setup.our_trainer(Path(folder), model=_model(architecture, options), **options), True)
 
 
 def count_reward_calls():

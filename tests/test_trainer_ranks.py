@@ -78,6 +78,43 @@ def test_two_contexts_of_two_ranks_train_as_two_ranks(two, four):
     assert_same_run(wide, agree(two.run(rank_trainers.train, "ours", "qwen36", options)))
 
 
+CLIPPED = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 0.05, "max_grad_norm": 0.01}
+"""Adam with an epsilon that hides rounding of near-zero gradients, behind a norm that always clips."""
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_ranks_that_hold_the_experts_together_train_as_one_process(rank_pools, n_ranks, tmp_path):
+    """A clipped gradient needs the norm over all experts; what the checkpoint holds is whole."""
+    options = STEPS | CLIPPED | {"save_strategy": "steps", "save_steps": 3}
+    alone = rank_trainers.train("ours", "glm52", options, str(tmp_path / "alone"))
+    spread = options | {"context_parallel_size": n_ranks, "expert_parallel_size": n_ranks}
+    found = agree(rank_pools[n_ranks].run(rank_trainers.train, "ours", "glm52", spread, str(tmp_path / "spread")))
+    assert_same_run(found, alone[:2])
+    assert found[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-5)
+    assert min(alone[0]["grad_norm"]) > 1.5 * CLIPPED["max_grad_norm"]
+    saved, wanted = (
+        load_file(tmp_path / run / "checkpoint-3" / "adapter_model.safetensors") for run in ("spread", "alone")
+    )
+    assert {n: t.shape for n, t in saved.items()} == {n: t.shape for n, t in wanted.items()}
+    assert max(relative_l2(saved[n], wanted[n]) for n in wanted) < 1e-4
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["two ranks, then one", "one, then two ranks"])
+def test_checkpoints_move_between_numbers_of_ranks_that_hold_the_experts(two, tmp_path, sizes):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2} | CLIPPED
+    unbroken = rank_trainers.train("ours", "glm52", options, str(tmp_path / "unbroken"))
+    first, second = ({"context_parallel_size": n, "expert_parallel_size": n} if n > 1 else {} for n in sizes)
+    folder = str(tmp_path / "moved")
+
+    def run(size, function, *args):
+        return two.run(function, *args)[0] if size == 2 else function(*args)
+
+    run(sizes[0], rank_trainers.train, "ours", "glm52", options | first | {"max_steps": 2}, folder)
+    resumed = run(sizes[1], rank_trainers.resume, "glm52", options | second, folder)
+    assert resumed[0]["reward"] == unbroken[0]["reward"]
+    assert relative_l2(resumed[1], unbroken[1]) < 1e-4
+
+
 def test_control_two_ranks_with_prompts_of_their_own_are_another_run(two):
     shared = two.run(rank_trainers.train, "ours", "qwen36", STEPS | {"context_parallel_size": 2})[0]
     beside = two.run(rank_trainers.train, "ours", "qwen36", STEPS)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from transformers import TrainingArguments
 
-from longstraw_sdk.state import ContextGroup
+from longstraw_sdk.backends import ShardingBackend
+from longstraw_sdk.errors import ConfigurationError
 
 
 class ContextAccelerator(Accelerator):
@@ -25,11 +26,12 @@ class ContextAccelerator(Accelerator):
     and what it saves is told by the process as ever. Made by changing the class of a trainer's accelerator.
     """
 
-    context: ContextGroup | None
+    backend: ShardingBackend
 
     @property
     def context_size(self) -> int:
-        return 1 if self.context is None else self.context.size
+        context = self.backend.context
+        return 1 if context is None else context.size
 
     @property
     def num_processes(self) -> int:
@@ -47,6 +49,16 @@ class ContextAccelerator(Accelerator):
     ) -> torch.nn.Module:
         prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        if norm_type != 2:
+            raise ConfigurationError(f"norm_type={norm_type!r}: gradients are clipped by their Euclidean norm, 2")
+        clipped = list(parameters)
+        norm = self.backend.gradient_norm(clipped)
+        torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
+        return norm
 
 
 def once_per_context(gathered: Any, n_processes: int, context_size: int) -> Any:

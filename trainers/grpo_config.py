@@ -24,7 +24,8 @@ class LongStrawGRPOConfig(GRPOConfig):
         state_device: where the resident state lives: "auto", "cuda" or "cpu".
         replay_tokens: response tokens that one packed replay may hold; unset replays one response at a time.
         context_parallel_size: consecutive ranks that share one prompt; batch sizes count such a context as one process.
-        expert_parallel_size: ranks that share one set of experts; only 1 in this release.
+        expert_parallel_size: consecutive ranks of a context that hold one set of experts together; each must be given a
+            model with its part of them.
         sharding: "local" (one process), "accelerate" (several), or "auto", which picks by what is launched.
     """
 
@@ -51,7 +52,7 @@ class LongStrawGRPOConfig(GRPOConfig):
         metadata={"help": "Response tokens that one packed replay may hold. Unset: one response at a time."},
     )
     context_parallel_size: int = field(default=1, metadata={"help": "Consecutive ranks that share one prompt."})
-    expert_parallel_size: int = field(default=1, metadata={"help": "Ranks that share the experts; 1 in this release."})
+    expert_parallel_size: int = field(default=1, metadata={"help": "Ranks that hold one set of experts together."})
     sharding: Literal["auto", "local", "accelerate"] = field(default="auto", metadata={"help": "Sharding backend."})
 
     def __post_init__(self) -> None:
@@ -88,9 +89,6 @@ class LongStrawGRPOConfig(GRPOConfig):
             f"{self.steps_per_generation} gives {own_rows} rows, not a multiple of num_generations="
             f"{self.num_generations}: with several processes each must have whole groups, which share a prompt": (
                 self.world_size > 1 and own_rows % self.num_generations != 0
-            ),
-            f"expert_parallel_size={self.expert_parallel_size}: this release keeps all experts on one process, use 1": (
-                self.expert_parallel_size != 1
             ),
             f"sharding={self.sharding!r}: this release knows 'auto', 'local' and 'accelerate'": self.sharding
             not in ("auto", "local", "accelerate"),

@@ -30,6 +30,7 @@ from longstraw_sdk.replay import pack_rows
 from longstraw_sdk.session import LongStrawSession
 
 from .contexts import ContextAccelerator, NoReward, as_own_rng_state, context_rng_file, once_per_context
+from .expert_shards import own_adapter, share_optimizer_state, whole_adapter
 from .grpo_config import LongStrawGRPOConfig
 from .rewards import checked_rewards
 from .rollout_state import load_rollouts, save_rollouts
@@ -106,7 +107,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 f"args must be a LongStrawGRPOConfig, got {type(args).__name__}; it takes the same arguments as TRL's "
                 "GRPOConfig"
             )
-        self._backend = make_backend(args.sharding, args.context_parallel_size)
+        self._backend = make_backend(args.sharding, args.context_parallel_size, args.expert_parallel_size)
         if isinstance(processing_class, ProcessorMixin):
             raise ConfigurationError(
                 f"{type(processing_class).__name__} is a multimodal processor; LongStraw trains text models: pass the "
@@ -161,7 +162,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         super().create_accelerator_and_postprocess()
         if self.args.world_size > 1:
             self.accelerator.__class__ = ContextAccelerator
-            self.accelerator.context = self._backend.context
+            self.accelerator.backend = self._backend
 
     def get_cp_size(self):
         return self.args.context_parallel_size
@@ -381,6 +382,35 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             self._drop_all()
 
     # Checkpoints
+
+    @property
+    def _spread(self) -> bool:
+        return self._backend.experts is not None
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._spread:
+            share_optimizer_state(optimizer, self.model, self.longstraw.adapter)
+        return optimizer
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        self._whole_adapter = whole_adapter(self.model, self.longstraw.adapter) if self._spread else None
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, self._whole_adapter if self._spread and state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if self._spread and not self.args.should_save:
+            self.optimizer.state_dict()  # the rank that saves puts it together from all
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not self._spread:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        with own_adapter(resume_from_checkpoint, self.model, self.longstraw.adapter) as folder:
+            super()._load_from_checkpoint(folder, model)
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..state import ContextGroup
-from ..types import Reduction, accumulation_dtype
+from ..types import Reduction, accumulation_dtype, is_shared
 
 
 class AccelerateBackend:
@@ -18,66 +18,104 @@ class AccelerateBackend:
 
     Every rank of a context computes the same loss of the same prompt, and its gradient is the part that went through
     its own tokens: parts are summed. Over the ranks that had other prompts the gradient is averaged, as DDP does.
+    Experts that are spread over ranks get the tokens of all of these, and so their gradient whole; it is summed over
+    the ranks of the context that hold the same experts.
 
     Args:
         context_parallel_size: ranks per prompt; must divide the number of processes.
+        expert_parallel_size: consecutive ranks that hold one set of experts together; must divide
+            `context_parallel_size`, whose ranks run in step.
     """
 
-    def __init__(self, context_parallel_size: int = 1):
+    def __init__(self, context_parallel_size: int = 1, expert_parallel_size: int = 1):
         from accelerate import PartialState
         from accelerate.utils import parse_flag_from_env
 
         on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
         world_size = PartialState(cpu=on_cpu).num_processes  # initialises torch.distributed as the launcher says
-        if context_parallel_size < 1 or world_size % context_parallel_size:
-            raise ConfigurationError(
-                f"context_parallel_size={context_parallel_size} does not divide the {world_size} processes that are "
-                "running; launch a multiple of it"
-            )
+        check_sizes(world_size, context_parallel_size, expert_parallel_size)
+        self.world: ContextGroup | None = None
         self.context: ContextGroup | None = None
         self.data: ContextGroup | None = None
-        self.world: ContextGroup | None = None
+        self.experts: ContextGroup | None = None
+        self.copies: ContextGroup | None = None
         if world_size > 1:
             self.world = ContextGroup(_default_group(), "run")
-            context, data = _groups(world_size, context_parallel_size)
-            self.context = ContextGroup(context) if context_parallel_size > 1 else None
-            self.data = ContextGroup(data, "data") if world_size > context_parallel_size else None
+            groups = _groups(world_size, context_parallel_size, expert_parallel_size)
+            self.context, self.data, self.experts, self.copies = (
+                ContextGroup(group, name) if dist.get_world_size(group) > 1 else None
+                for group, name in zip(groups, ("context", "data", "experts", "expert copies"), strict=True)
+            )
 
     @torch.no_grad()
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        shared = list(parameters)
-        # Across contexts first: then every context's first rank has the values of the very first one.
-        for group in (self.data, self.context):
-            if group is not None:
-                for p in shared:
+        for p in parameters:
+            # Across contexts first: then every context's first rank has the values of the very first one.
+            for group in (self.data, self.context if is_shared(p) else self.copies):
+                if group is not None:
                     dist.broadcast(p.data, dist.get_global_rank(group.group, 0), group=group.group)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
         trained = list(parameters)
+        shared, spread = [p for p in trained if is_shared(p)], [p for p in trained if not is_shared(p)]
+        if self.experts is not None:
+            _complete(spread, self.experts)  # zeros for experts without a token, as where all lie on one rank
+        stages = [(self.data, trained, "mean")]
+        if replayed:  # otherwise summed before, and once is enough
+            stages = [(self.context, shared, "sum"), (self.copies, spread, "sum"), *stages]
         reductions = []
-        context = self.context if replayed else None  # summed before, and once is enough
-        for group, operation in ((context, "sum"), (self.data, "mean")):
+        for group, taken, operation in stages:
             if group is not None:
-                reduced = _reduce(trained, group, mean=operation == "mean")
-                reductions.append(
-                    Reduction(group.name, tuple(dist.get_process_group_ranks(group.group)), operation, *reduced)
-                )
+                ranks = tuple(dist.get_process_group_ranks(group.group))
+                counts = _reduce(taken, group, mean=operation == "mean")
+                reductions.append(Reduction(group.name, ranks, operation, *counts))
         return tuple(reductions)
 
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        gradients = {shared: [] for shared in (True, False)}  # type: dict[bool, list[torch.Tensor]]
+        for p in parameters:
+            if p.grad is not None:
+                gradients[is_shared(p)].append(p.grad)
+        norm = nn.utils.get_total_norm(gradients[True])
+        if self.experts is None:
+            return norm
+        spread = self.experts.gather(nn.utils.get_total_norm(gradients[False]).to(norm.device, torch.float64))
+        return torch.cat([norm.double().reshape(1), spread]).norm().to(norm.dtype)
 
-_made: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Groups by the default group that they were made under and the context size: groups are not garbage-collected."""
+
+def check_sizes(world_size: int, context_parallel_size: int, expert_parallel_size: int) -> None:
+    """Raise `ConfigurationError` unless the sizes fit the number of processes and each other."""
+    if context_parallel_size < 1 or world_size % context_parallel_size:
+        raise ConfigurationError(
+            f"context_parallel_size={context_parallel_size} does not divide the {world_size} processes that are "
+            "running; launch a multiple of it"
+        )
+    if expert_parallel_size < 1 or context_parallel_size % expert_parallel_size:
+        raise ConfigurationError(
+            f"expert_parallel_size={expert_parallel_size} does not divide context_parallel_size="
+            f"{context_parallel_size}: ranks that share experts must run in step, as those of one context do"
+        )
 
 
-def _groups(world_size: int, context_parallel_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's context and data group."""
-    rank, size = dist.get_rank(), context_parallel_size
-    key = (_default_group(), size)
+_made: dict[tuple[dist.ProcessGroup, int, int], tuple[dist.ProcessGroup, ...]] = {}
+"""Groups by the default group that they were made under and the sizes: groups are not garbage-collected."""
+
+
+def _groups(world_size: int, context_size: int, expert_size: int) -> tuple[dist.ProcessGroup, ...]:
+    """This rank's context, data group, expert group, and the ranks of its context that hold the same experts."""
+    key = (_default_group(), context_size, expert_size)
     if key not in _made:
-        contexts = [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
-        data = [dist.new_group(range(offset, world_size, size)) for offset in range(size)]
-        _made[key] = contexts[rank // size], data[rank % size]
+        contexts = [range(first, first + context_size) for first in range(0, world_size, context_size)]
+        data = [range(offset, world_size, context_size) for offset in range(context_size)]
+        experts = [range(first, first + expert_size) for first in range(0, world_size, expert_size)]
+        copies = [context[offset::expert_size] for context in contexts for offset in range(expert_size)]
+        _made[key] = tuple(_own_group(partition) for partition in (contexts, data, experts, copies))
     return _made[key]
+
+
+def _own_group(partition: list[range]) -> dist.ProcessGroup:
+    groups = {ranks: dist.new_group(ranks) for ranks in partition}
+    return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -86,17 +124,22 @@ def _default_group() -> dist.ProcessGroup:
     return group
 
 
-def _reduce(parameters: list[nn.Parameter], group: ContextGroup, *, mean: bool) -> tuple[int, int]:
-    """Reduce every gradient that at least one rank has; returns how many parameters and elements those are."""
+def _complete(parameters: list[nn.Parameter], group: ContextGroup) -> list[nn.Parameter]:
+    """The parameters that have a gradient on at least one rank, with zeros where this one has none."""
     if not parameters:
-        return 0, 0
-    device = parameters[0].device
-    have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=device)
+        return []
+    have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
     anywhere = group.gather(have).any(0).tolist()
     taken = [p for p, found in zip(parameters, anywhere, strict=True) if found]
     for p in taken:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
+    return taken
+
+
+def _reduce(parameters: list[nn.Parameter], group: ContextGroup, *, mean: bool) -> tuple[int, int]:
+    """Reduce every gradient that at least one rank has; returns how many parameters and elements those are."""
+    taken = _complete(parameters, group)
     for dtype in dict.fromkeys(p.grad.dtype for p in taken if p.grad is not None):
         gradients = [p.grad for p in taken if p.grad is not None and p.grad.dtype == dtype]
         flat = torch.cat([g.flatten() for g in gradients]).to(accumulation_dtype(dtype))

@@ -10,16 +10,19 @@ from .protocol import ShardingBackend
 NAMES = ("auto", "local", "accelerate")
 
 
-def make_backend(name: str, context_parallel_size: int = 1) -> ShardingBackend:
+def make_backend(name: str, context_parallel_size: int = 1, expert_parallel_size: int = 1) -> ShardingBackend:
     """`auto` is `local` in a single process and `accelerate` in several."""
     if name not in NAMES:
         raise ConfigurationError(f"backend={name!r} is not known; allowed: {', '.join(map(repr, NAMES))}")
     if name == "auto":
-        name = "accelerate" if n_processes() > 1 or context_parallel_size > 1 else "local"
+        several = max(n_processes(), context_parallel_size, expert_parallel_size) > 1
+        name = "accelerate" if several else "local"
     if name == "accelerate":
-        return AccelerateBackend(context_parallel_size)
-    if context_parallel_size > 1:
-        raise ConfigurationError(
-            f"context_parallel_size={context_parallel_size} needs several processes; the local backend has one"
-        )
+        return AccelerateBackend(context_parallel_size, expert_parallel_size)
+    for option, size in (
+        ("context_parallel_size", context_parallel_size),
+        ("expert_parallel_size", expert_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigurationError(f"{option}={size} needs several processes; the local backend has one")
     return LocalBackend()

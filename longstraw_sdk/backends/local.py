@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -17,6 +18,7 @@ class LocalBackend:
     """The gradient of the one process is the gradient. Refuses to run under several, where it would be wrong."""
 
     context: ContextGroup | None = None
+    experts: ContextGroup | None = None
     world: ContextGroup | None = None
 
     def __init__(self) -> None:
@@ -31,6 +33,9 @@ class LocalBackend:
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
         return ()
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        return nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
 
 
 def n_processes() -> int:

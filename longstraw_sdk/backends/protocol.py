@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from ..state import ContextGroup
@@ -16,6 +17,9 @@ class ShardingBackend(Protocol):
 
     context: ContextGroup | None
     """The ranks that share a prompt; None if each has prompts of its own."""
+
+    experts: ContextGroup | None
+    """The ranks that hold one set of experts together; None if each holds all of them."""
 
     world: ContextGroup | None
     """All ranks of the run; None if this is the only one."""
@@ -31,4 +35,8 @@ class ShardingBackend(Protocol):
             replayed: whether this rank's context replayed anything since the last call. If not, what `.grad` holds is
                 the same on all its ranks already.
         """
+        ...
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        """Euclidean norm [] of the reduced gradient of the whole model, equal on every rank. Every rank calls it."""
         ...

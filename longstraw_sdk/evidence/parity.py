@@ -35,7 +35,10 @@ the two errors scattered between 0.5 and 2.3 over 48 draws on a 3-layer Llama, o
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One comparison. With `context_parallel_size` every rank calls, and each compares with a reference of its own."""
+    """One comparison. With `context_parallel_size` every rank calls, and each compares with a reference of its own.
+
+    A model whose experts are spread over ranks has no reference there: compare `replay_run` with that of the whole one.
+    """
 
     dtype: str = "float32"
     gradient_scope: GradientScope = "full"
@@ -47,6 +50,7 @@ class ParityCase:
     replay_tokens: int | None = None
     gradient_checkpointing: bool = False
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
     seed: int = 0
 
 
@@ -178,6 +182,7 @@ def replay_run(
         page_tokens=case.page_tokens,
         replay_tokens=case.replay_tokens,
         context_parallel_size=case.context_parallel_size,
+        expert_parallel_size=case.expert_parallel_size,
         poison=True,
         verify_content=True,
     )

@@ -1,6 +1,7 @@
 """Pure tensor operators. Each fast one sits beside a plain reference with the same signature."""
 
 from .carry import carry_state, carry_tail
+from .expert_exchange import through_experts
 from .logprobs import selective_log_probs
 from .prefix_attention import prefix_attention
 from .sparse_attention import sparse_latent_attention
@@ -17,4 +18,5 @@ __all__ = [
     "select_top_k_over_ranks",
     "selective_log_probs",
     "sparse_latent_attention",
+    "through_experts",
 ]

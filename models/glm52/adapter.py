@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from longstraw_sdk.types import CausalLM
 
 from .attention import swap_attention
 from .cache import LatentCache, LatentLayer
+from .expert_shards import cut_expert_lora, gather_expert_lora, mark_expert_shards
 from .experts import swap_experts
 from .tape import DecisionTape, TapeMode, swap_deciders
 
@@ -37,6 +38,7 @@ class GLM52Adapter(TransformersAdapter):
     layer_types: ClassVar[tuple[str, ...]] = ("indexed_attention",)
     latent_attention: ClassVar[bool] = True
     context_parallel: ClassVar[bool] = True
+    expert_parallel: ClassVar[bool] = True
     lora_targets: ClassVar[tuple[str, ...]] = (
         "q_a_proj",
         "q_b_proj",
@@ -74,6 +76,7 @@ class GLM52Adapter(TransformersAdapter):
                 "shared layer reuses the selection of the last full one"
             )
         problems += _layer_problems(model)
+        problems += _expert_problems(model, self.experts)
         if any(isinstance(getattr(m, "base_layer", None), GlmMoeDsaTopkRouter) for m in model.modules()):
             problems.append("LoRA is on a router, whose choice has no gradient; leave gate.weight out of the targets")
         return problems
@@ -85,9 +88,11 @@ class GLM52Adapter(TransformersAdapter):
                 ids = kwargs["input_ids"] if cache.new_ids is None else cache.new_ids
                 cache.begin(self.tape.open_pass(cache.end_keys, ids, cache.part))
 
+        if self.experts is not None:
+            mark_expert_shards(model)
         undo = ExitStack()
         undo.callback(swap_attention(model, self.tape))
-        undo.callback(swap_experts(model))
+        undo.callback(swap_experts(model, self.experts))
         undo.callback(swap_deciders(model, self.tape))
         undo.callback(model.base_model.register_forward_pre_hook(begin, with_kwargs=True).remove)
         return undo.close
@@ -102,6 +107,16 @@ class GLM52Adapter(TransformersAdapter):
 
     def share_choices(self, context: ContextGroup) -> None:
         self.tape.share(context)
+
+    def gather_shards(self, model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.experts is None:
+            return dict(tensors)
+        return gather_expert_lora(tensors, model.config.n_routed_experts // self.experts.size, self.experts)
+
+    def own_shards(self, model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.experts is None:
+            return dict(tensors)
+        return cut_expert_lora(tensors, model.config.n_routed_experts, self.experts.rank, self.experts.size)
 
     def metrics(self) -> dict[str, float]:
         return {f"flip_rate_{kind}": rate for kind, rate in self.tape.flip_rates().items()}
@@ -127,6 +142,21 @@ def _layer_problems(model: CausalLM) -> Iterator[str]:
                 yield (
                     f"{name} is {type(experts).__name__} in {dtypes}; experts must be GlmMoeDsaExperts in bfloat16, "
                     "float16, float32 or float64: quantised experts have no backward here, so load them dequantised"
+                )
+                return
+
+
+def _expert_problems(model: CausalLM, group: ContextGroup | None) -> Iterator[str]:
+    n_experts = model.config.n_routed_experts
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    for name, module in model.named_modules():
+        if isinstance(module, GlmMoeDsaExperts):
+            held, first = module.num_experts, getattr(module, "first_expert", 0)
+            if (held * size, first) != (n_experts, rank * held):
+                yield (
+                    f"{name} holds experts {first} to {first + held - 1} of {n_experts}, but with expert_parallel_size="
+                    f"{size} rank {rank} must hold the {rank}-th of {size} equal parts; load the model with "
+                    f"load_expert_shard(folder, {rank}, {size})"
                 )
                 return
 

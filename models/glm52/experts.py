@@ -9,6 +9,7 @@ at the released geometry, and in bfloat16 the sum rounds about half of a small `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch import nn
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExperts
 
 from longstraw_sdk.hf.swap import swap_classes
+from longstraw_sdk.ops import through_experts
+from longstraw_sdk.state import ContextGroup
+from longstraw_sdk.types import accumulation_dtype
 
 Factors = list[tuple[float, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
 """(scale, A [r, in] per expert, B [out, r] per expert) of each active adapter; a linear counts as one expert."""
@@ -35,18 +39,34 @@ class FactoredLinear(ParamWrapper):
 class FactoredExperts(ParamWrapper):
     """The outermost of the `ParamWrapper`s around `GlmMoeDsaExperts`."""
 
+    group: ContextGroup | None
+    """The ranks among which the layer's experts are spread; None if this one has them all."""
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_forward_args(x, *args, **kwargs)
         wrappers = list(_chain(self))
         if any(wrapper.merged for wrapper in wrappers):
-            return super().forward(x, *args, **kwargs)
-        factors = {wrapper.parameter_name: _factors(wrapper) for wrapper in wrappers}
-        return experts_forward(factors, self.get_base_layer(), x, *args, **kwargs)
+            factors: dict[str, Factors] = {}
+            if self.group is None:
+                return super().forward(x, *args, **kwargs)
+        else:
+            factors = {wrapper.parameter_name: _factors(wrapper) for wrapper in wrappers}
+        return experts_forward(factors, self.get_base_layer(), self.group, x, *args, **kwargs)
+
+
+class SpreadExperts(GlmMoeDsaExperts):
+    """`GlmMoeDsaExperts` without LoRA, of which this rank holds a part."""
+
+    group: ContextGroup
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return experts_forward({}, self, self.group, hidden, top_k_index, top_k_weights)
 
 
 def experts_forward(
     factors: dict[str, Factors],
     experts: GlmMoeDsaExperts,
+    group: ContextGroup | None,
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -57,23 +77,36 @@ def experts_forward(
     tokens there are. LoRA's part keeps its own dtype (float32 under bfloat16 weights) up to the sum over experts.
 
     Args:
+        group: the ranks among which the experts are spread; None if `experts` holds all.
         hidden: [N, H].
         top_k_index, top_k_weights: [N, k].
     """
     n_tokens, top_k = top_k_index.shape
-    order = top_k_index.flatten().argsort(stable=True)
-    counts = top_k_index.flatten().bincount(minlength=experts.num_experts).tolist()
-    outputs = []
-    for expert, rows in enumerate(hidden[order // top_k].split(counts)):
-        if not len(rows):
-            continue
-        gate_up = nn.functional.linear(rows, experts.gate_up_proj[expert])
-        gate, up = _add_lora(gate_up, rows, factors.get("gate_up_proj", []), expert).chunk(2, -1)
-        inner = experts.act_fn(gate) * up
-        down = nn.functional.linear(inner.to(hidden.dtype), experts.down_proj[expert])
-        outputs.append(_add_lora(down, inner, factors.get("down_proj", []), expert))
-    by_token = torch.cat(outputs)[order.argsort()].view(n_tokens, top_k, -1)
+    by_expert, order = top_k_index.flatten().sort(stable=True)
+    rows = hidden[order // top_k]
+    run = partial(_run_experts, factors, experts)
+    if group is None:
+        results = run(rows, by_expert.bincount(minlength=experts.num_experts).tolist())
+    else:
+        results = through_experts(rows, by_expert, experts.num_experts * group.size, group, run)
+    by_token = results[order.argsort()].view(n_tokens, top_k, -1)
     return (by_token * top_k_weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _run_experts(
+    factors: dict[str, Factors], experts: GlmMoeDsaExperts, rows: torch.Tensor, counts: list[int]
+) -> torch.Tensor:
+    """`rows` [N, H], sorted by expert with `counts` of each, through their experts."""
+    outputs = [rows.to(accumulation_dtype(rows.dtype))[:0]]  # tied to `rows`, also where there are none
+    for expert, mine in enumerate(rows.split(counts)):
+        if not len(mine):
+            continue
+        gate_up = nn.functional.linear(mine, experts.gate_up_proj[expert])
+        gate, up = _add_lora(gate_up, mine, factors.get("gate_up_proj", []), expert).chunk(2, -1)
+        inner = experts.act_fn(gate) * up
+        down = nn.functional.linear(inner.to(rows.dtype), experts.down_proj[expert])
+        outputs.append(_add_lora(down, inner, factors.get("down_proj", []), expert))
+    return torch.cat(outputs)
 
 
 def _add_lora(out: torch.Tensor, x: torch.Tensor, factors: Factors, expert: int) -> torch.Tensor:
@@ -104,17 +137,22 @@ def _chain(wrapper: nn.Module) -> Iterator[ParamWrapper]:
         wrapper = wrapper.base_layer
 
 
-def swap_experts(model: nn.Module) -> Callable[[], None]:
-    """Factor the LoRA of every wrapped expert and MLP of `model`; returns the function that puts PEFT's class back."""
-    inner = {id(module.base_layer) for module in model.modules() if type(module) is ParamWrapper}
+def swap_experts(model: nn.Module, group: ContextGroup | None) -> Callable[[], None]:
+    """Factor the LoRA of every wrapped expert and MLP of `model`, and reach experts on other ranks of `group`.
+
+    Returns the function that puts the stock classes back.
+    """
+    inner = {id(module.base_layer) for module in model.modules() if isinstance(module, ParamWrapper)}
     swaps: list[tuple[Any, type, dict[str, Any]]] = []
     candidates: list[Any] = list(model.modules())
     for module in candidates:
+        if type(module) is GlmMoeDsaExperts and group is not None and id(module) not in inner:
+            swaps.append((module, SpreadExperts, {"group": group}))
         if type(module) is not ParamWrapper or id(module) in inner:
             continue
         base = module.get_base_layer()
         if isinstance(base, GlmMoeDsaExperts):
-            swaps.append((module, FactoredExperts, {}))
+            swaps.append((module, FactoredExperts, {"group": group}))
         elif type(base) is nn.Linear and module.parameter_name == "weight":
             swaps.append((module, FactoredLinear, {}))
     return swap_classes(swaps)
