@@ -17,7 +17,7 @@ from .adapter import ResidentStateAdapter
 from .errors import ConfigurationError, InputError, LifecycleError
 from .lora import base_model_of, model_device
 from .state import StateSpec
-from .types import CausalLM
+from .types import CausalLM, is_shared
 
 _BOUND: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -44,8 +44,8 @@ class BoundModel:
         return [p for p in self.base.parameters() if p.requires_grad]
 
     def has_gradient(self) -> bool:
-        """Whether any trained parameter holds a gradient other than zero."""
-        gradients = [p.grad for p in self.trained if p.grad is not None]
+        """Whether a trained parameter that all ranks hold has a gradient other than zero."""
+        gradients = [p.grad for p in self.trained if p.grad is not None and is_shared(p)]
         return bool(gradients) and bool(torch.stack([g.any() for g in gradients]).any())
 
     def unbind(self) -> None:

@@ -27,6 +27,7 @@ from .replay import pack_rows, replay_rows
 from .sampling import agree_on_random_state, check_generation, generate_rows, seeded
 from .state import ContextGroup, PagePool, Placement, Witness, in_step
 from .sweep import sweep_prefix
+from .turns import ExpertTurns
 from .types import GradientScope, PrefixAdapter, ReplayOutput
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class SessionCore:
     verify_content: bool
     placement: Placement
     context: ContextGroup | None = None
+    turns: ExpertTurns | None = None
+    """Set where contexts share experts."""
     stats: SessionStats = field(default_factory=SessionStats)
     weights_epoch: int = 0
     update_is_open: bool = False
@@ -242,7 +245,8 @@ class Prefix:
                 )
                 raise
             core.bound.check_checkpointing()
-        with core.stats.timed("sweep", core.bound.device):
+        turns = nullcontext() if core.turns is None else core.turns.sweeping()
+        with core.stats.timed("sweep", core.bound.device), turns:
             n_tokens = sweep_prefix(core.bound, self._state)
         core.stats.swept_tokens += n_tokens
         core.n_sweeps += 1
@@ -329,7 +333,8 @@ class Prefix:
         if not adapter_state(core.bound.base):
             raise ConfigurationError("replay has nothing to train: the LoRA adapter is disabled; use score() instead")
         core.bound.check_checkpointing()
-        if core.context is not None and not core.needs_finalize and core.bound.has_gradient():
+        sums = core.context is not None or core.turns is not None
+        if sums and not core.needs_finalize and core.bound.has_gradient():
             raise LifecycleError(
                 "the model still holds the gradient of an earlier update, which finalize() has summed over the ranks "
                 "already and would sum again; call optimizer.zero_grad() after each step, before the next replay"
@@ -342,8 +347,15 @@ class Prefix:
                 self._check_trainable()
             rows = [core.bound.check_ids(row, f"response {i}", self.n_tokens) for i, row in enumerate(rows)]
             self._check_usable()
+            packs = pack_rows([len(row) for row in rows], core.replay_tokens)
+            if training and core.turns is not None and len(packs) > 1:
+                raise ConfigurationError(
+                    f"{len(rows)} responses make {len(packs)} packs, but with expert_parallel_size above "
+                    "context_parallel_size the backward of a pack must run before the next: replay them one by one, or "
+                    "in packs that replay_tokens can hold"
+                )
         outputs: dict[int, ReplayOutput] = {}
-        for pack in pack_rows([len(row) for row in rows], core.replay_tokens):
+        for pack in packs:
             results = replay_rows(
                 core.bound,
                 self._state,
@@ -357,6 +369,8 @@ class Prefix:
         return [outputs[i] for i in range(len(rows))], sum(len(row) for row in rows)
 
     def _verify_in_backward(self, gradient: torch.Tensor) -> None:
+        if self._core.turns is not None:
+            self._core.turns.backward_began()
         if self._state.released:
             raise UseAfterReleaseError(
                 "backward ran after its prefix was released; call it inside the prefix's `with` block"

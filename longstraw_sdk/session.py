@@ -20,6 +20,7 @@ from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
 from .state import CudaLink, PagePool, Placement, check_same_weights, in_step, min_forward_tokens
+from .turns import ExpertTurns
 from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,9 @@ class LongStrawSession:
             `torchrun`), or a `ShardingBackend`; None picks by what is launched.
         context_parallel_size: consecutive ranks that share a prompt. They call everything with the same arguments and
             hold 1/size of its pages each; `finalize()` sums their gradients.
-        expert_parallel_size: consecutive ranks of a context that hold one set of experts together; each was given its
-            part of them when the model was loaded.
+        expert_parallel_size: consecutive ranks that hold one set of experts together; each was given its part of them
+            when the model was loaded. Where they are more than a context, contexts run their passes together, and the
+            backward of a replay must run before the next pass.
         replay_tokens: how many response tokens one packed replay may hold; None replays one response at a time, which
             keeps memory independent of the group size.
         temperature: divides the logits in sampling, scoring and replay alike.
@@ -139,9 +141,15 @@ class LongStrawSession:
         )
         # A session that is dropped without close() must not leave its model bound, once its prefixes are gone too.
         guard = register_optimizer_step_pre_hook(_Unfinished(self._core))
+        experts = self.backend.experts
+        turns: ExpertTurns | None = None
+        if experts is not None and experts.size > (1 if context is None else context.size):
+            turns = self._core.turns = ExpertTurns(experts, bound, self._core.pool, context)
 
         def undo() -> None:
             guard.remove()
+            if turns is not None:
+                turns.close()
             bound.unbind()
 
         self._unbind = weakref.finalize(self._core, undo)
@@ -199,6 +207,7 @@ class LongStrawSession:
         """
         self._check_open()
         core = self._core
+        self.join()
         if not self.open_anywhere():
             raise LifecycleError(
                 "finalize() was called, but nothing was captured or replayed since the last one; call it once per "
@@ -206,11 +215,21 @@ class LongStrawSession:
             )
         for prefix in self._open:
             prefix.sweep()
+        self.join()
         reductions = self.backend.reduce_gradients(core.bound.trained, replayed=core.needs_finalize)
         result = FinalizeResult(self._n_prefixes, core.n_sweeps, core.n_swept_tokens, reductions)
         core.update_is_open = core.needs_finalize = False
         self._n_prefixes = core.n_sweeps = core.n_swept_tokens = 0
         return result
+
+    def join(self) -> None:
+        """Serve contexts that share experts with this one until all have joined; `finalize()` does so.
+
+        Needed before collectives of your own, where `expert_parallel_size` is above `context_parallel_size`: a rank
+        that waits there would not answer ranks that still sample, score or replay. Elsewhere it returns at once.
+        """
+        if self._core.turns is not None:
+            self._core.turns.join()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` after `finalize()`, with the norm [] of the whole model on every rank.

@@ -114,7 +114,7 @@ def _no_reduction(patch):
 
 def _mean_over_the_context(patch):
     reduce = accelerate._reduce
-    patch.setattr(accelerate, "_reduce", lambda parameters, group, mean: reduce(parameters, group, mean=True))
+    patch.setattr(accelerate, "_reduce", lambda parameters, group, divisor: reduce(parameters, group, group.size))
 
 
 def _in_attention(name, change):

@@ -13,7 +13,16 @@ from rank_cases import dist_size, rank, said, tokens
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.backends import AccelerateBackend, accelerate
 from longstraw_sdk.evidence.float64 import float64_upcasts
-from longstraw_sdk.evidence.parity import _cast, _compare, conventional_run, replay_run
+from longstraw_sdk.evidence.parity import (
+    ParityCase,
+    _cast,
+    _compare,
+    _draw,
+    _gradients,
+    conventional_run,
+    relative_l2,
+    replay_run,
+)
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.lora import base_model_of
 from longstraw_sdk.models.glm52 import GLM52Adapter, expert_shards, experts
@@ -61,8 +70,8 @@ def _over_the_context(patch):
 def _copies_not_summed(patch):
     reduce = accelerate._reduce
 
-    def broken(parameters, group, *, mean):
-        return reduce(parameters[:0] if group.name == "expert copies" else parameters, group, mean=mean)
+    def broken(parameters, group, divisor):
+        return reduce(parameters[:0] if group.name == "expert copies" else parameters, group, divisor)
 
     patch.setattr(accelerate, "_reduce", broken)
 
@@ -70,8 +79,8 @@ def _copies_not_summed(patch):
 def _averaged(patch):
     reduce = accelerate._reduce
 
-    def broken(parameters, group, *, mean):
-        return reduce(parameters, group, mean=True)
+    def broken(parameters, group, divisor):
+        return reduce(parameters, group, group.size)
 
     patch.setattr(accelerate, "_reduce", broken)
 
@@ -103,12 +112,23 @@ def _gradients_stay(patch):
     patch.setattr(expert_exchange._Exchange, "backward", staticmethod(broken))
 
 
+def _not_divided(patch):
+    sound = AccelerateBackend.__init__
+
+    def broken(self, *sizes):
+        sound(self, *sizes)
+        self.n_contexts = 1
+
+    patch.setattr(AccelerateBackend, "__init__", broken)
+
+
 FAULTS = {
     "experts summed over the context": _over_the_context,
     "copies of experts not summed": _copies_not_summed,
     "gradient averaged over the context": _averaged,
     "LoRA B cut expert by expert": _expert_major_b,
     "experts not marked": _not_marked,
+    "not divided by the contexts": _not_divided,
     "gradients do not travel back": _gradients_stay,
 }
 
@@ -171,6 +191,58 @@ def sampled(context_size, expert_size):
     return [row.tolist() for row in rows], torch.cat(scores)
 
 
+# --- contexts that share experts ---
+
+
+def uneven_work(context_size, expert_size, scope="full", idle=False, fault=None, dtype=torch.float64):
+    """Relative L2 of the gradient to the mean of conventional ones, over contexts with prompts, lengths, numbers of
+    responses and draws of their own; with `idle` the last context has nothing to do.
+    """
+    n_contexts, own = dist_size() // context_size, rank() // context_size
+    mode = {"frozen": ("full", "frozen")}.get(scope, (scope, "live"))
+    lengths = [(3, 1), (5,), (2, 6, 4), (7,)]
+    cases = [
+        ParityCase("float64", *mode, prompt_tokens=20 + 13 * i, response_tokens=lengths[i], seed=i)
+        for i in range(n_contexts)
+    ]
+    model, adapter = whole_model(n_layers=4), GLM52Adapter()
+    sizes = {"context_parallel_size": context_size, "expert_parallel_size": expert_size}
+    with float64_upcasts(), pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            FAULTS[fault](patch)
+        part = own_part(model.to(dtype), expert_size)
+        prompt, rows, weights = _draw(part, cases[own])
+        with LongStrawSession(
+            part, adapter, gradient_scope=mode[0], prefix_adapter=mode[1], chunk_tokens=16, page_tokens=8, **sizes
+        ) as session:
+            if not (idle and own == n_contexts - 1):
+                with session.capture(prompt) as prefix:
+                    prefix.sample(2, max_new_tokens=2 + 3 * own, seed=own)
+                    prefix.score(rows[:1])
+                    for row, weight in zip(rows, weights, strict=True):
+                        (prefix.replay(row).logps * weight).sum().backward()
+            result = session.finalize()
+        found = adapter.gather_shards(base_model_of(part), _gradients(part))
+        wanted = [conventional_run(copy.deepcopy(model), c).gradients for c in cases[: n_contexts - idle]]
+    total = torch.cat([sum(w[n] for w in wanted).flatten() for n in found]) / n_contexts
+    return relative_l2(torch.cat([found[n].flatten() for n in found]), total), result.n_sweeps
+
+
+def out_of_turn(what):
+    """What is said where a rank that shares experts with another context does not keep to the order."""
+    size = dist_size()
+    with LongStrawSession(own_part(whole_model(n_layers=4), size), expert_parallel_size=size) as session:
+        prefix = session.capture(tokens(20, seed=rank()))
+        if what == "packs":
+            return said(lambda: prefix.replay_packed([tokens(3), tokens(4)]))
+        out = prefix.replay(tokens(3))
+        error = said(lambda: prefix.replay(tokens(4)))
+        out.logps.sum().backward()
+        prefix.release()
+        session.finalize()
+        return error
+
+
 def round_trip(folder, size):
     """Whether adapters and weights put together from the parts are the whole, on this rank."""
     model = whole_model()
@@ -212,5 +284,5 @@ def refused(what):
     if what == "one process, parts":
         sizes = {"context_parallel_size": size}
     if what == "sizes":
-        sizes = {"context_parallel_size": 1, "expert_parallel_size": size}
+        sizes = {"context_parallel_size": 1, "expert_parallel_size": 3}
     return said(lambda: LongStrawSession(model, adapter, **sizes).close())

@@ -91,6 +91,33 @@ def test_control_experts_without_their_mark_are_refused(rank_pools):
         rank_pools[2].run(cases.parity, 2, 2, ParityCase("float32"), "experts not marked")
 
 
+@pytest.mark.parametrize("scope", ["full", "response", "frozen"])
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4)], ids=str)
+def test_contexts_that_share_experts_may_differ_in_all_they_do(rank_pools, sizes, scope):
+    for error, n_sweeps in rank_pools[sizes[0]].run(cases.uneven_work, *sizes[1:], scope):
+        assert error < 1e-10
+        assert n_sweeps == (scope == "full")
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 1, 2), (4, 2, 2), (4, 2, 4)], ids=str)
+def test_a_context_without_a_prompt_serves_the_others(rank_pools, sizes):
+    for error, _ in rank_pools[sizes[0]].run(cases.uneven_work, *sizes[1:], "full", True):
+        assert error < 1e-10
+
+
+def test_control_experts_of_several_contexts_not_divided(rank_pools):
+    found = rank_pools[2].run(cases.uneven_work, 1, 2, "full", False, "not divided by the contexts")
+    assert all(error > 0.1 for error, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"), [("packs", "2 responses make 2 packs"), ("order", "a replay is open whose backward has not")]
+)
+def test_contexts_that_share_experts_keep_to_the_order(rank_pools, what, message):
+    for error in rank_pools[2].run(cases.out_of_turn, what):
+        assert error is not None and message in error, error
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_two_optimizer_steps_give_one_adapter(rank_pools, sizes):
     losses, adapter, _ = cases.two_steps(1, 1)
@@ -162,7 +189,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
         ("parts of another rank", "with expert_parallel_size=2 rank"),
         ("one process, parts", "holds experts 0 to 3 of 8, but with expert_parallel_size=1 rank 0 must hold"),
         ("no experts", "DenseAdapter cannot spread experts over ranks"),
-        ("sizes", "expert_parallel_size=2 does not divide context_parallel_size=1"),
+        ("sizes", "expert_parallel_size=3 must divide the 2 processes, and divide context_parallel_size=1 or be"),
     ],
 )
 def test_what_cannot_work_is_refused(rank_pools, what, message):

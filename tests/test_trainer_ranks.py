@@ -99,6 +99,17 @@ def test_ranks_that_hold_the_experts_together_train_as_one_process(rank_pools, n
     assert max(relative_l2(saved[n], wanted[n]) for n in wanted) < 1e-4
 
 
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4)], ids=str)
+def test_contexts_that_share_experts_train_as_contexts_that_do_not(rank_pools, two, sizes):
+    """Their prompts differ in length, and masked rows leave them different numbers of replays."""
+    options = STEPS | CLIPPED | {"generation_batch_size": 8, "steps_per_generation": None}
+    options |= {"mask_truncated_completions": True, "max_completion_length": 24}
+    apart = agree(two.run(rank_trainers.train, "ours", "glm52", options))
+    spread = options | {"context_parallel_size": sizes[1], "expert_parallel_size": sizes[2]}
+    found = agree(rank_pools[sizes[0]].run(rank_trainers.train, "ours", "glm52", spread))
+    assert_same_run(found, apart)
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["two ranks, then one", "one, then two ranks"])
 def test_checkpoints_move_between_numbers_of_ranks_that_hold_the_experts(two, tmp_path, sizes):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2} | CLIPPED

@@ -24,8 +24,8 @@ class LongStrawGRPOConfig(GRPOConfig):
         state_device: where the resident state lives: "auto", "cuda" or "cpu".
         replay_tokens: response tokens that one packed replay may hold; unset replays one response at a time.
         context_parallel_size: consecutive ranks that share one prompt; batch sizes count such a context as one process.
-        expert_parallel_size: consecutive ranks of a context that hold one set of experts together; each must be given a
-            model with its part of them.
+        expert_parallel_size: consecutive ranks that hold one set of experts together; each must be given a model with
+            its part of them.
         sharding: "local" (one process), "accelerate" (several), or "auto", which picks by what is launched.
     """
 

@@ -229,6 +229,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 prefix = self._prefix(torch.tensor(ids, device=device))
                 for i, row in zip(members, prefix.generate(len(members), self.generation_config), strict=True):
                     completions[i] = row.tolist()
+            self.longstraw.join()
         return completions, None
 
     def _generate(self, prompts):
@@ -251,6 +252,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                     logps, entropies = logps.to(out.logps.dtype), entropies.to(out.logps.dtype)
                     logps[row.index, row.columns] = out.logps
                     entropies[row.index, row.columns] = out.entropy
+            self.longstraw.join()
         return logps, entropies
 
     def _replay(self, rows: list[Row], d_logps: torch.Tensor, d_entropies: torch.Tensor) -> None:
@@ -277,6 +279,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                             cotangents.append(cotangent[row.index, row.columns].to(root.dtype))
                     with stats.timed("backward", prefix.prompt_ids.device):
                         torch.autograd.backward(roots, cotangents)
+            with self.accelerator.autocast():
+                self.longstraw.join()
         self._count_rows(rows)
 
     def _by_prefix(self, rows: Sequence[Row]) -> list[tuple[Prefix, list[Row]]]:
@@ -352,6 +356,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                     self._prefixes[key].sweep()
                     self._drop(key)
             self._complete.clear()
+            self.longstraw.join()
             if self.accelerator.sync_gradients:
                 self._close_update()
         elapsed = time.perf_counter() - start  # TRL took its step time inside super()

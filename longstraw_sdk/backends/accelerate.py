@@ -18,13 +18,13 @@ class AccelerateBackend:
 
     Every rank of a context computes the same loss of the same prompt, and its gradient is the part that went through
     its own tokens: parts are summed. Over the ranks that had other prompts the gradient is averaged, as DDP does.
-    Experts that are spread over ranks get the tokens of all of these, and so their gradient whole; it is summed over
-    the ranks of the context that hold the same experts.
+    Experts that are spread over ranks get tokens from all of these: their gradient is summed over the ranks that hold
+    the same experts, and divided by the number of contexts.
 
     Args:
         context_parallel_size: ranks per prompt; must divide the number of processes.
         expert_parallel_size: consecutive ranks that hold one set of experts together; must divide
-            `context_parallel_size`, whose ranks run in step.
+            `context_parallel_size`, or be a multiple of it that divides the number of processes.
     """
 
     def __init__(self, context_parallel_size: int = 1, expert_parallel_size: int = 1):
@@ -39,6 +39,7 @@ class AccelerateBackend:
         self.data: ContextGroup | None = None
         self.experts: ContextGroup | None = None
         self.copies: ContextGroup | None = None
+        self.n_contexts = world_size // context_parallel_size
         if world_size > 1:
             self.world = ContextGroup(_default_group(), "run")
             groups = _groups(world_size, context_parallel_size, expert_parallel_size)
@@ -51,7 +52,7 @@ class AccelerateBackend:
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
             # Across contexts first: then every context's first rank has the values of the very first one.
-            for group in (self.data, self.context if is_shared(p) else self.copies):
+            for group in (self.data, self.context) if is_shared(p) else (self.copies,):
                 if group is not None:
                     dist.broadcast(p.data, dist.get_global_rank(group.group, 0), group=group.group)
 
@@ -60,15 +61,24 @@ class AccelerateBackend:
         shared, spread = [p for p in trained if is_shared(p)], [p for p in trained if not is_shared(p)]
         if self.experts is not None:
             _complete(spread, self.experts)  # zeros for experts without a token, as where all lie on one rank
-        stages = [(self.data, trained, "mean")]
+        if not replayed and self.context is not None and self.experts is not None:
+            copies_here = max(1, self.context.size // self.experts.size)
+            for p in spread:  # of what was reduced before, each context counts once
+                if p.grad is not None:
+                    p.grad /= copies_here
+        stages = [(self.data, shared, self.n_contexts), (self.copies, spread, self.n_contexts)]
         if replayed:  # otherwise summed before, and once is enough
-            stages = [(self.context, shared, "sum"), (self.copies, spread, "sum"), *stages]
+            stages.insert(0, (self.context, shared, 1))
         reductions = []
-        for group, taken, operation in stages:
+        for group, taken, divisor in stages:
             if group is not None:
                 ranks = tuple(dist.get_process_group_ranks(group.group))
-                counts = _reduce(taken, group, mean=operation == "mean")
-                reductions.append(Reduction(group.name, ranks, operation, *counts))
+                operation = "sum" if divisor == 1 else "mean" if divisor == group.size else f"sum/{divisor}"
+                reductions.append(Reduction(group.name, ranks, operation, *_reduce(taken, group, divisor)))
+        if self.copies is None:
+            for p in spread:
+                if p.grad is not None:
+                    p.grad /= self.n_contexts
         return tuple(reductions)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -90,10 +100,11 @@ def check_sizes(world_size: int, context_parallel_size: int, expert_parallel_siz
             f"context_parallel_size={context_parallel_size} does not divide the {world_size} processes that are "
             "running; launch a multiple of it"
         )
-    if expert_parallel_size < 1 or context_parallel_size % expert_parallel_size:
+    fits = expert_parallel_size >= 1 and world_size % expert_parallel_size == 0
+    if not fits or (context_parallel_size % expert_parallel_size and expert_parallel_size % context_parallel_size):
         raise ConfigurationError(
-            f"expert_parallel_size={expert_parallel_size} does not divide context_parallel_size="
-            f"{context_parallel_size}: ranks that share experts must run in step, as those of one context do"
+            f"expert_parallel_size={expert_parallel_size} must divide the {world_size} processes, and divide "
+            f"context_parallel_size={context_parallel_size} or be a multiple of it"
         )
 
 
@@ -102,13 +113,13 @@ _made: dict[tuple[dist.ProcessGroup, int, int], tuple[dist.ProcessGroup, ...]] =
 
 
 def _groups(world_size: int, context_size: int, expert_size: int) -> tuple[dist.ProcessGroup, ...]:
-    """This rank's context, data group, expert group, and the ranks of its context that hold the same experts."""
+    """This rank's context, data group, expert group, and the ranks that hold the same experts."""
     key = (_default_group(), context_size, expert_size)
     if key not in _made:
         contexts = [range(first, first + context_size) for first in range(0, world_size, context_size)]
         data = [range(offset, world_size, context_size) for offset in range(context_size)]
         experts = [range(first, first + expert_size) for first in range(0, world_size, expert_size)]
-        copies = [context[offset::expert_size] for context in contexts for offset in range(expert_size)]
+        copies = [range(offset, world_size, expert_size) for offset in range(expert_size)]
         _made[key] = tuple(_own_group(partition) for partition in (contexts, data, experts, copies))
     return _made[key]
 
@@ -137,15 +148,14 @@ def _complete(parameters: list[nn.Parameter], group: ContextGroup) -> list[nn.Pa
     return taken
 
 
-def _reduce(parameters: list[nn.Parameter], group: ContextGroup, *, mean: bool) -> tuple[int, int]:
-    """Reduce every gradient that at least one rank has; returns how many parameters and elements those are."""
+def _reduce(parameters: list[nn.Parameter], group: ContextGroup, divisor: int) -> tuple[int, int]:
+    """Sum every gradient that at least one rank has, and divide; returns how many parameters and elements those are."""
     taken = _complete(parameters, group)
     for dtype in dict.fromkeys(p.grad.dtype for p in taken if p.grad is not None):
         gradients = [p.grad for p in taken if p.grad is not None and p.grad.dtype == dtype]
         flat = torch.cat([g.flatten() for g in gradients]).to(accumulation_dtype(dtype))
         total = group.gather(flat).sum(0)  # in rank order, so every rank has the same bits
-        if mean:
-            total /= group.size
+        total /= divisor
         for gradient, piece in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
     return len(taken), sum(p.numel() for p in taken)

@@ -215,8 +215,8 @@ class PagedView(NamedTuple):
         return self.layer_state.accumulators(self.limit) if self.accumulate else nullcontext()
 
     def mark_gradient(self) -> None:
-        """Gradients are being collected, even if this rank holds no row: the sweep takes the same path on all ranks."""
-        if self.context is not None and self.accumulate and self.first_new:
+        """Gradients are being collected, even if this rank holds no row: sweeps take the same path on all ranks."""
+        if self.accumulate and self.first_new:
             self.layer_state.has_gradient |= self.layer_state.differentiable
 
     def blocks(self, *, with_grads: bool = False) -> Iterator[Block]:
