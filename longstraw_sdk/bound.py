@@ -17,7 +17,7 @@ from .adapter import ResidentStateAdapter
 from .errors import ConfigurationError, InputError, LifecycleError
 from .lora import base_model_of, model_device
 from .state import StateSpec
-from .types import CausalLM, is_shared
+from .types import CausalLM, is_shared, local
 
 _BOUND: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -42,6 +42,11 @@ class BoundModel:
     @property
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.base.parameters() if p.requires_grad]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards frozen weights, so that a layer holds them only while it runs."""
+        return any(local(p) is not p for p in self.base.parameters())
 
     def has_gradient(self) -> bool:
         """Whether a trained parameter that all ranks hold has a gradient other than zero."""

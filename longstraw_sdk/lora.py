@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigurationError
-from .types import CausalLM
+from .types import CausalLM, local
 
 _IN_LAYER = re.compile(r"(?:.*?\.)?(?P<layer>\d+)\.(?P<linear>.+)")
 
@@ -71,13 +71,8 @@ def weights_fingerprint(model: CausalLM, *, with_adapters: bool) -> int:
     Optimizers that write through raw pointers leave the version counters alone; after those call
     `LongStrawSession.mark_weights_updated()`.
     """
-    return hash(
-        tuple(
-            (p.data_ptr(), p._version)
-            for name, p in model.named_parameters()
-            if with_adapters or not is_lora_parameter(name)
-        )
-    )
+    held = [local(p) for name, p in model.named_parameters() if with_adapters or not is_lora_parameter(name)]
+    return hash(tuple((p.data_ptr(), p._version) for p in held))
 
 
 def adapter_digest(model: CausalLM) -> str:

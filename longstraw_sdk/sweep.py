@@ -33,7 +33,8 @@ def _sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None
     cotangents |= {key: recurrent.take_cotangents() for key, recurrent in state.recurrent.items()}
 
     view = StateView(state, boundary - 1, accumulate=True)
-    produced = dict(bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view).produced)
+    out = bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view)
+    produced = dict(out.produced)
     for key, paged in state.paged.items():
         produced[key] = paged.first_rows(produced[key], owned[1] - owned[0])
     roots, gradients = [], []
@@ -43,5 +44,9 @@ def _sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None
             if root.requires_grad:
                 roots.append(root)
                 gradients.append(cotangent.to(root.device, root.dtype))
+    if roots and bound.is_sharded and out.hidden.requires_grad:
+        # FSDP2 fetches a layer's weights for its backward when a gradient of the layer's output comes in.
+        roots.append(out.hidden)
+        gradients.append(torch.zeros_like(out.hidden))
     if roots:
         torch.autograd.backward(roots, gradients)

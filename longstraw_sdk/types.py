@@ -21,6 +21,12 @@ def is_shared(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "allreduce", True))
 
 
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this rank holds; all of it unless FSDP2 shards it."""
+    part: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return part
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of `dtype` state are summed: float32, or float64 for float64 state."""
     return torch.promote_types(dtype, torch.float32)
