@@ -40,7 +40,7 @@ def own_adapter(checkpoint: str, model: CausalLM, adapter: ResidentStateAdapter)
 
 
 def share_optimizer_state(optimizer: torch.optim.Optimizer, model: CausalLM, adapter: ResidentStateAdapter) -> None:
-    """Let `optimizer.state_dict()`, which all ranks then call, be whole, and `load_state_dict` take this rank's part."""
+    """Let `optimizer.state_dict()`, which all ranks then call, be whole; `load_state_dict` takes this rank's part."""
     base = base_model_of(model)
     names = {id(p): name for name, p in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
