@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from .errors import RegistryError
+from .ops import ThroughExperts, through_experts
 from .state.context import ContextGroup
 from .state.resident import PagedView, ResidentState
 from .state.specs import StateKey, StateSpec
@@ -96,6 +97,9 @@ class ResidentStateAdapter(ABC):
 
     experts: ContextGroup | None = None
     """The ranks among which stacked experts are spread; the session sets it before it asks anything."""
+
+    through_experts: ThroughExperts = staticmethod(through_experts)
+    """How tokens reach them; the session sets it too."""
 
     @abstractmethod
     def validate(self, model: CausalLM) -> None:

@@ -39,8 +39,8 @@ class LongStrawSession:
         chunk_tokens: prompt tokens per forward in capture and sweep, at least 2 if the model has recurrent layers.
             Results do not depend on it.
         page_tokens: rows per page of resident state. Results do not depend on it.
-        backend: how gradients of several processes are reduced: "local", "accelerate" (under `accelerate launch` or
-            `torchrun`), or a `ShardingBackend`; None picks by what is launched.
+        backend: how gradients of several processes are reduced: "local", "accelerate" or "megatron" (under `accelerate
+            launch` or `torchrun`), or a `ShardingBackend`; None picks by what is launched.
         context_parallel_size: consecutive ranks that share a prompt. They call everything with the same arguments and
             hold 1/size of its pages each; `finalize()` sums their gradients.
         expert_parallel_size: consecutive ranks that hold one set of experts together; each was given its part of them
@@ -102,6 +102,7 @@ class LongStrawSession:
                 f"{type(self.adapter).__name__} cannot spread experts over ranks; use expert_parallel_size=1"
             )
         self.adapter.experts = self.backend.experts
+        self.adapter.through_experts = self.backend.through_experts
         bound: BoundModel | None = None
         options = (
             type(self.adapter).__name__,
@@ -123,6 +124,7 @@ class LongStrawSession:
                     run_probe(bound)
             check_same_weights(self.backend.world, bound.base)
             self.backend.share_parameters(bound.trained)
+            detach = self.backend.attach(bound.base)
         except BaseException:
             if bound is not None:
                 bound.unbind()
@@ -150,6 +152,7 @@ class LongStrawSession:
             guard.remove()
             if turns is not None:
                 turns.close()
+            detach()
             bound.unbind()
 
         self._unbind = weakref.finalize(self._core, undo)

@@ -3,6 +3,7 @@
 from .accelerate import AccelerateBackend
 from .choice import make_backend
 from .local import LocalBackend
+from .megatron import MegatronBackend
 from .protocol import ShardingBackend
 
-__all__ = ["AccelerateBackend", "LocalBackend", "ShardingBackend", "make_backend"]
+__all__ = ["AccelerateBackend", "LocalBackend", "MegatronBackend", "ShardingBackend", "make_backend"]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from ..errors import ConfigurationError
+from ..ops import ThroughExperts, through_experts
 from ..state import ContextGroup
-from ..types import Reduction, accumulation_dtype, is_shared
+from ..types import CausalLM, Reduction, accumulation_dtype, is_shared
+from .ranks import check_sizes, default_group, on_any_rank, start_processes, whole_gradient_norm
 
 
 class AccelerateBackend:
@@ -28,12 +29,9 @@ class AccelerateBackend:
     """
 
     def __init__(self, context_parallel_size: int = 1, expert_parallel_size: int = 1):
-        from accelerate import PartialState
-        from accelerate.utils import parse_flag_from_env
-
-        on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-        world_size = PartialState(cpu=on_cpu).num_processes  # initialises torch.distributed as the launcher says
+        world_size = start_processes()
         check_sizes(world_size, context_parallel_size, expert_parallel_size)
+        self.through_experts: ThroughExperts = through_experts
         self.world: ContextGroup | None = None
         self.context: ContextGroup | None = None
         self.data: ContextGroup | None = None
@@ -41,7 +39,7 @@ class AccelerateBackend:
         self.copies: ContextGroup | None = None
         self.n_contexts = world_size // context_parallel_size
         if world_size > 1:
-            self.world = ContextGroup(_default_group(), "run")
+            self.world = ContextGroup(default_group(), "run")
             groups = _groups(world_size, context_parallel_size, expert_parallel_size)
             self.context, self.data, self.experts, self.copies = (
                 ContextGroup(group, name) if dist.get_world_size(group) > 1 else None
@@ -55,6 +53,9 @@ class AccelerateBackend:
             for group in (self.data, self.context) if is_shared(p) else (self.copies,):
                 if group is not None:
                     dist.broadcast(p.data, dist.get_global_rank(group.group, 0), group=group.group)
+
+    def attach(self, model: CausalLM) -> Callable[[], None]:
+        return lambda: None
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
         trained = list(parameters)
@@ -82,30 +83,7 @@ class AccelerateBackend:
         return tuple(reductions)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        gradients = {shared: [] for shared in (True, False)}  # type: dict[bool, list[torch.Tensor]]
-        for p in parameters:
-            if p.grad is not None:
-                gradients[is_shared(p)].append(p.grad)
-        norm = nn.utils.get_total_norm(gradients[True])
-        if self.experts is None:
-            return norm
-        spread = self.experts.gather(nn.utils.get_total_norm(gradients[False]).to(norm.device, torch.float64))
-        return torch.cat([norm.double().reshape(1), spread]).norm().to(norm.dtype)
-
-
-def check_sizes(world_size: int, context_parallel_size: int, expert_parallel_size: int) -> None:
-    """Raise `ConfigurationError` unless the sizes fit the number of processes and each other."""
-    if context_parallel_size < 1 or world_size % context_parallel_size:
-        raise ConfigurationError(
-            f"context_parallel_size={context_parallel_size} does not divide the {world_size} processes that are "
-            "running; launch a multiple of it"
-        )
-    fits = expert_parallel_size >= 1 and world_size % expert_parallel_size == 0
-    if not fits or (context_parallel_size % expert_parallel_size and expert_parallel_size % context_parallel_size):
-        raise ConfigurationError(
-            f"expert_parallel_size={expert_parallel_size} must divide the {world_size} processes, and divide "
-            f"context_parallel_size={context_parallel_size} or be a multiple of it"
-        )
+        return whole_gradient_norm(parameters, self.experts)
 
 
 _made: dict[tuple[dist.ProcessGroup, int, int], tuple[dist.ProcessGroup, ...]] = {}
@@ -114,7 +92,7 @@ _made: dict[tuple[dist.ProcessGroup, int, int], tuple[dist.ProcessGroup, ...]] =
 
 def _groups(world_size: int, context_size: int, expert_size: int) -> tuple[dist.ProcessGroup, ...]:
     """This rank's context, data group, expert group, and the ranks that hold the same experts."""
-    key = (_default_group(), context_size, expert_size)
+    key = (default_group(), context_size, expert_size)
     if key not in _made:
         contexts = [range(first, first + context_size) for first in range(0, world_size, context_size)]
         data = [range(offset, world_size, context_size) for offset in range(context_size)]
@@ -129,18 +107,11 @@ def _own_group(partition: list[range]) -> dist.ProcessGroup:
     return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)
 
 
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None, "torch.distributed is initialised"
-    return group
-
-
 def _complete(parameters: list[nn.Parameter], group: ContextGroup) -> list[nn.Parameter]:
     """The parameters that have a gradient on at least one rank, with zeros where this one has none."""
     if not parameters:
         return []
-    have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-    anywhere = group.gather(have).any(0).tolist()
+    anywhere = on_any_rank([p.grad is not None for p in parameters], group, parameters[0].device)
     taken = [p for p, found in zip(parameters, anywhere, strict=True) if found]
     for p in taken:
         if p.grad is None:

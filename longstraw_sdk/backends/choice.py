@@ -5,20 +5,23 @@ from __future__ import annotations
 from ..errors import ConfigurationError
 from .accelerate import AccelerateBackend
 from .local import LocalBackend, n_processes
+from .megatron import MegatronBackend, is_in_use
 from .protocol import ShardingBackend
 
-NAMES = ("auto", "local", "accelerate")
+NAMES = ("auto", "local", "accelerate", "megatron")
 
 
 def make_backend(name: str, context_parallel_size: int = 1, expert_parallel_size: int = 1) -> ShardingBackend:
-    """`auto` is `local` in a single process and `accelerate` in several."""
+    """`auto` is `megatron` if its parallel_state is initialised, else `local` for one process and `accelerate`."""
     if name not in NAMES:
         raise ConfigurationError(f"backend={name!r} is not known; allowed: {', '.join(map(repr, NAMES))}")
     if name == "auto":
         several = max(n_processes(), context_parallel_size, expert_parallel_size) > 1
-        name = "accelerate" if several else "local"
+        name = "megatron" if is_in_use() else "accelerate" if several else "local"
     if name == "accelerate":
         return AccelerateBackend(context_parallel_size, expert_parallel_size)
+    if name == "megatron":
+        return MegatronBackend(context_parallel_size, expert_parallel_size)
     for option, size in (
         ("context_parallel_size", context_parallel_size),
         ("expert_parallel_size", expert_parallel_size),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..ops import ThroughExperts, through_experts
 from ..state import ContextGroup
-from ..types import Reduction
+from ..types import CausalLM, Reduction
 
 
 class LocalBackend:
@@ -22,6 +23,7 @@ class LocalBackend:
     world: ContextGroup | None = None
 
     def __init__(self) -> None:
+        self.through_experts: ThroughExperts = through_experts
         if n_processes() > 1:
             raise ConfigurationError(
                 f"{n_processes()} processes are running, but the local backend reduces no gradients across processes, "
@@ -30,6 +32,9 @@ class LocalBackend:
 
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         pass
+
+    def attach(self, model: CausalLM) -> Callable[[], None]:
+        return lambda: None
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
         return ()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from ..ops import ThroughExperts
 from ..state import ContextGroup
-from ..types import Reduction
+from ..types import CausalLM, Reduction
 
 
 class ShardingBackend(Protocol):
@@ -24,8 +25,18 @@ class ShardingBackend(Protocol):
     world: ContextGroup | None
     """All ranks of the run; None if this is the only one."""
 
+    through_experts: ThroughExperts
+    """How tokens reach the experts on other ranks of `experts`, and come back."""
+
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give every rank the first one's values, so that all train the same adapter. Every rank calls it."""
+        ...
+
+    def attach(self, model: CausalLM) -> Callable[[], None]:
+        """Prepare the trained parameters of `model` for `reduce_gradients` and return the function that undoes it.
+
+        The session calls it once, when every rank has the same values, and the undoing one when it closes.
+        """
         ...
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:

@@ -1,7 +1,7 @@
 """Pure tensor operators. Each fast one sits beside a plain reference with the same signature."""
 
 from .carry import carry_state, carry_tail
-from .expert_exchange import through_experts
+from .expert_exchange import ThroughExperts, through_experts
 from .logprobs import selective_log_probs
 from .prefix_attention import prefix_attention
 from .sparse_attention import sparse_latent_attention
@@ -10,6 +10,7 @@ from .sparse_selection import MAX_POSITION, NOT_SELECTED, index_scores, select_t
 __all__ = [
     "MAX_POSITION",
     "NOT_SELECTED",
+    "ThroughExperts",
     "carry_state",
     "carry_tail",
     "index_scores",

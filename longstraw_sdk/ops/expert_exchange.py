@@ -9,13 +9,17 @@ import torch
 
 from ..state import ContextGroup
 
+Run = Callable[[torch.Tensor, list[int]], torch.Tensor]
+ThroughExperts = Callable[[torch.Tensor, torch.Tensor, int, ContextGroup, Run], torch.Tensor]
+"""Functions with the signature of `through_experts`."""
+
 
 def through_experts(
     rows: torch.Tensor,
     experts: torch.Tensor,
     n_experts: int,
     group: ContextGroup,
-    run: Callable[[torch.Tensor, list[int]], torch.Tensor],
+    run: Run,
 ) -> torch.Tensor:
     """`run` of each row by the rank that holds its expert, [N, H] in the order of `rows`; rank r holds the r-th part.
 
@@ -25,7 +29,8 @@ def through_experts(
         rows: [N, H], sorted by expert.
         experts: LongTensor [N], ascending, of all experts of the layer.
         n_experts: experts of the layer, on all ranks together.
-        run: given rows [M, H] sorted by own expert, and how many each own expert has; returns [M, H'].
+        run: given rows [M, H] sorted by own expert, and how many each own expert has; returns [M, H'], which must
+            hang on the rows' graph even where there are none.
     """
     counts = experts.bincount(minlength=n_experts).view(group.size, -1)
     arriving = group.exchange(counts)  # [W, own experts], by the rank that they come from

@@ -18,7 +18,7 @@ from longstraw_sdk.types import CausalLM
 from .attention import swap_attention
 from .cache import LatentCache, LatentLayer
 from .expert_shards import cut_expert_lora, gather_expert_lora, mark_expert_shards
-from .experts import swap_experts
+from .experts import Spread, swap_experts
 from .tape import DecisionTape, TapeMode, swap_deciders
 
 _EXPERT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -92,7 +92,7 @@ class GLM52Adapter(TransformersAdapter):
             mark_expert_shards(model)
         undo = ExitStack()
         undo.callback(swap_attention(model, self.tape))
-        undo.callback(swap_experts(model, self.experts))
+        undo.callback(swap_experts(model, None if self.experts is None else Spread(self.experts, self.through_experts)))
         undo.callback(swap_deciders(model, self.tape))
         undo.callback(model.base_model.register_forward_pre_hook(begin, with_kwargs=True).remove)
         return undo.close

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -18,12 +18,19 @@ from torch import nn
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaExperts
 
 from longstraw_sdk.hf.swap import swap_classes
-from longstraw_sdk.ops import through_experts
+from longstraw_sdk.ops import ThroughExperts
 from longstraw_sdk.state import ContextGroup
 from longstraw_sdk.types import accumulation_dtype
 
 Factors = list[tuple[float, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
 """(scale, A [r, in] per expert, B [out, r] per expert) of each active adapter; a linear counts as one expert."""
+
+
+class Spread(NamedTuple):
+    """The ranks among which a layer's experts are spread, and how tokens reach them."""
+
+    group: ContextGroup
+    through: ThroughExperts
 
 
 class FactoredLinear(ParamWrapper):
@@ -39,34 +46,34 @@ class FactoredLinear(ParamWrapper):
 class FactoredExperts(ParamWrapper):
     """The outermost of the `ParamWrapper`s around `GlmMoeDsaExperts`."""
 
-    group: ContextGroup | None
-    """The ranks among which the layer's experts are spread; None if this one has them all."""
+    spread: Spread | None
+    """Where the layer's experts are; None if this rank has them all."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check_forward_args(x, *args, **kwargs)
         wrappers = list(_chain(self))
         if any(wrapper.merged for wrapper in wrappers):
             factors: dict[str, Factors] = {}
-            if self.group is None:
+            if self.spread is None:
                 return super().forward(x, *args, **kwargs)
         else:
             factors = {wrapper.parameter_name: _factors(wrapper) for wrapper in wrappers}
-        return experts_forward(factors, self.get_base_layer(), self.group, x, *args, **kwargs)
+        return experts_forward(factors, self.get_base_layer(), self.spread, x, *args, **kwargs)
 
 
 class SpreadExperts(GlmMoeDsaExperts):
     """`GlmMoeDsaExperts` without LoRA, of which this rank holds a part."""
 
-    group: ContextGroup
+    spread: Spread
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return experts_forward({}, self, self.group, hidden, top_k_index, top_k_weights)
+        return experts_forward({}, self, self.spread, hidden, top_k_index, top_k_weights)
 
 
 def experts_forward(
     factors: dict[str, Factors],
     experts: GlmMoeDsaExperts,
-    group: ContextGroup | None,
+    spread: Spread | None,
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -77,7 +84,7 @@ def experts_forward(
     tokens there are. LoRA's part keeps its own dtype (float32 under bfloat16 weights) up to the sum over experts.
 
     Args:
-        group: the ranks among which the experts are spread; None if `experts` holds all.
+        spread: where the experts are; None if `experts` holds all.
         hidden: [N, H].
         top_k_index, top_k_weights: [N, k].
     """
@@ -85,10 +92,11 @@ def experts_forward(
     by_expert, order = top_k_index.flatten().sort(stable=True)
     rows = hidden[order // top_k]
     run = partial(_run_experts, factors, experts)
-    if group is None:
+    if spread is None:
         results = run(rows, by_expert.bincount(minlength=experts.num_experts).tolist())
     else:
-        results = through_experts(rows, by_expert, experts.num_experts * group.size, group, run)
+        n_experts = experts.num_experts * spread.group.size
+        results = spread.through(rows, by_expert, n_experts, spread.group, run)
     by_token = results[order.argsort()].view(n_tokens, top_k, -1)
     return (by_token * top_k_weights[..., None]).sum(1).to(hidden.dtype)
 
@@ -137,8 +145,8 @@ def _chain(wrapper: nn.Module) -> Iterator[ParamWrapper]:
         wrapper = wrapper.base_layer
 
 
-def swap_experts(model: nn.Module, group: ContextGroup | None) -> Callable[[], None]:
-    """Factor the LoRA of every wrapped expert and MLP of `model`, and reach experts on other ranks of `group`.
+def swap_experts(model: nn.Module, spread: Spread | None) -> Callable[[], None]:
+    """Factor the LoRA of every wrapped expert and MLP of `model`, and reach the experts that are `spread` over ranks.
 
     Returns the function that puts the stock classes back.
     """
@@ -146,13 +154,13 @@ def swap_experts(model: nn.Module, group: ContextGroup | None) -> Callable[[], N
     swaps: list[tuple[Any, type, dict[str, Any]]] = []
     candidates: list[Any] = list(model.modules())
     for module in candidates:
-        if type(module) is GlmMoeDsaExperts and group is not None and id(module) not in inner:
-            swaps.append((module, SpreadExperts, {"group": group}))
+        if type(module) is GlmMoeDsaExperts and spread is not None and id(module) not in inner:
+            swaps.append((module, SpreadExperts, {"spread": spread}))
         if type(module) is not ParamWrapper or id(module) in inner:
             continue
         base = module.get_base_layer()
         if isinstance(base, GlmMoeDsaExperts):
-            swaps.append((module, FactoredExperts, {"group": group}))
+            swaps.append((module, FactoredExperts, {"spread": spread}))
         elif type(base) is nn.Linear and module.parameter_name == "weight":
             swaps.append((module, FactoredLinear, {}))
     return swap_classes(swaps)
