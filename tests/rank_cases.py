@@ -14,14 +14,16 @@ from transformers import GenerationConfig
 
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.backends import AccelerateBackend, accelerate
+from longstraw_sdk.bound import BoundModel
 from longstraw_sdk.evidence.float64 import float64_upcasts
-from longstraw_sdk.evidence.parity import check_parity
+from longstraw_sdk.evidence.parity import _cast, _compare, check_parity, conventional_run, replay_run
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.lora import adapter_digest
+from longstraw_sdk.lora import adapter_digest, base_model_of
 from longstraw_sdk.models.qwen36 import Qwen36Adapter, split
 from longstraw_sdk.ops import carry_state, carry_tail, prefix_attention
 from longstraw_sdk.state import AttentionKVSpec, ContextGroup, PagedLayerState, PagedView, PagePool, Placement
 from longstraw_sdk.state.context import GatherReplicated, RowMap
+from longstraw_sdk.types import local
 
 operator = importlib.import_module("longstraw_sdk.ops.prefix_attention")
 CPU = torch.device("cpu")
@@ -526,6 +528,40 @@ def autocast_gradient(context_parallel_size):
                 prefix.replay(row).logps.sum().backward()
         session.finalize()
     return flat_gradient(model).double()
+
+
+# --- frozen weights that FSDP2 shards ---
+
+
+def sharded_parity(architecture, case, fault=None):
+    """ParityResult against conventional autograd of the whole model, and the share of frozen weights that is held."""
+    case = dataclasses.replace(case, context_parallel_size=dist_size())
+    model = slow_decay(tiny_model(architecture, n_layers=4))
+    with (
+        float64_upcasts() if case.dtype == "float64" else nullcontext(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        wanted = conventional_run(_cast(model, case.dtype), case)
+        sharded = _cast(model, case.dtype)
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        patch.setenv("FSDP_VERSION", "2")
+        if fault is not None:
+            patch.setattr(BoundModel, "is_sharded", False)
+        found = replay_run(sharded, case)
+    layers = base_model_of(sharded).base_model.layers
+    frozen = [p for p in layers.parameters() if not p.requires_grad]
+    held = sum(local(p).numel() for p in frozen) / sum(p.numel() for p in frozen)
+    whole = all(local(p) is p for p in sharded.parameters() if p.requires_grad)
+    return _compare(case, found, wanted, 0.0), held, whole
+
+
+def asked_for_fsdp(context_parallel_size, variables):
+    """What the constructor says where `accelerate launch` was told to use FSDP."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        model = small_model("llama", torch.float32)
+        return said(lambda: open_session(model, context_parallel_size=context_parallel_size).close())
 
 
 # --- mistakes ---

@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import trl_setup
 
@@ -12,6 +13,7 @@ from longstraw_sdk import LongStrawSession
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
 from longstraw_sdk.trainers.expert_shards import whole_adapter
+from longstraw_sdk.types import local
 
 
 def _model(architecture, options):
@@ -45,6 +47,16 @@ def train(kind, architecture, options, folder=None):
     make = {"ours": trl_setup.our_trainer, "stock": trl_setup.stock_trainer}[kind]
     with tempfile.TemporaryDirectory() as scratch:
         return _run(make(Path(folder or scratch), model=_model(architecture, options), **options))
+
+
+def train_sharded(architecture, options):
+    """`train` as `accelerate launch` starts it with an FSDP2 configuration, and how many parameters are spread."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as scratch:
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        patch.setenv("FSDP_VERSION", "2")
+        trainer = trl_setup.our_trainer(Path(scratch), model=_model(architecture, options), **options)
+        spread = sum(local(p) is not p for p in trainer.model.parameters())
+        return *_run(trainer), spread
 
 
 def resume(architecture, options, folder):

@@ -461,6 +461,41 @@ def test_staged_pages_give_the_bits_of_resident_pages(two_ranks, architecture):
         assert all(same)
 
 
+# --- frozen weights that FSDP2 shards ---
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen36", "glm52"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_sharded_frozen_weights_give_the_gradient_of_whole_ones(two_ranks, architecture, checkpointing):
+    case = ParityCase("float64", gradient_checkpointing=checkpointing)
+    for result, held, whole in two_ranks.run(cases.sharded_parity, architecture, case):
+        assert result.gradient_error < TOLERANCE and result.logp_error < TOLERANCE, result
+        assert held == 0.5 and whole
+
+
+@pytest.mark.parametrize("mode", [RESPONSE, FROZEN])
+def test_sharded_frozen_weights_in_every_mode(two_ranks, mode):
+    for result, *_ in two_ranks.run(cases.sharded_parity, "qwen36", ParityCase("float32", *mode)):
+        assert result.gradient_error < 1e-4, result
+
+
+def test_control_a_sweep_needs_the_gradient_of_the_last_output(two_ranks):
+    with pytest.raises(RuntimeError):
+        two_ranks.run(cases.sharded_parity, "llama", ParityCase("float64"), "no output in the sweep")
+
+
+@pytest.mark.parametrize(
+    ("size", "variables", "message"),
+    [
+        (2, {"ACCELERATE_USE_FSDP": "true"}, "ConfigurationError: FSDP version 1 flattens LoRA"),
+        (1, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "ConfigurationError: FSDP2 shards frozen weights"),
+    ],
+)
+def test_fsdp_that_cannot_work_is_refused(two_ranks, size, variables, message):
+    for error in two_ranks.run(cases.asked_for_fsdp, size, variables):
+        assert error is not None and error.startswith(message), error
+
+
 # --- mistakes ---
 
 

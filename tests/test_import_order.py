@@ -27,6 +27,7 @@ FLOOR = {
     "capture": 7,
     "replay": 7,
     "sweep": 7,
+    "turns": 7,
     "prefix": 8,
     "probe": 8,
     "rollout": 8,

@@ -15,6 +15,7 @@ import pytest
 import rank_trainers
 import torch
 import trl_setup
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from longstraw_sdk.evidence.parity import relative_l2
@@ -76,6 +77,15 @@ def test_two_contexts_of_two_ranks_train_as_two_ranks(two, four):
     options = STEPS | {"generation_batch_size": 8, "steps_per_generation": None}
     wide = agree(four.run(rank_trainers.train, "ours", "qwen36", options | {"context_parallel_size": 2}))
     assert_same_run(wide, agree(two.run(rank_trainers.train, "ours", "qwen36", options)))
+
+
+def test_ranks_that_hold_parts_of_the_frozen_weights_train_as_one_process(two):
+    alone = rank_trainers.train("ours", "qwen36", STEPS)
+    *found, spread = zip(
+        *two.run(rank_trainers.train_sharded, "qwen36", STEPS | {"context_parallel_size": 2}), strict=True
+    )
+    assert min(spread) > 20
+    assert_same_run(agree(list(zip(*found, strict=True))), alone[:2])
 
 
 CLIPPED = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 0.05, "max_grad_norm": 0.01}
@@ -180,33 +190,48 @@ def test_options_that_cannot_work_are_refused_on_every_rank(two, options, match)
         two.run(rank_trainers.train, "ours", "qwen36", STEPS | options)
 
 
-def test_when_a_rank_of_the_example_is_killed_the_others_end_and_it_is_named(tmp_path):
-    tiny_model("qwen36").unload().save_pretrained(tmp_path / "model")
-    trl_setup.word_tokenizer().save_pretrained(tmp_path / "model")
+def start_example(name, architecture, folder, **options):
+    """An example on two ranks, in `folder`, which gets its model and data; returns the launcher."""
+    tiny_model(architecture).unload().save_pretrained(folder / "model")
+    trl_setup.word_tokenizer().save_pretrained(folder / "model")
     rows = [{"prompt": text, "answer": "t5"} for text in trl_setup.prompts(8)["prompt"]]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {
         "model_name_or_path": "model", "dataset_name": "data.jsonl", "output_dir": "out", "num_generations": 4,
         "per_device_train_batch_size": 4, "max_completion_length": 8, "chunk_tokens": 16, "page_tokens": 8,
-        "context_parallel_size": 2, "max_steps": 1000, "save_steps": 1, "dtype": "float32", "bf16": False,
-        "use_cpu": True, "report_to": "none",
-    }  # fmt: skip
-    example = Path(__file__).parent.parent / "examples" / "grpo_qwen36.py"
+        "context_parallel_size": 2, "dtype": "float32", "bf16": False, "use_cpu": True, "report_to": "none",
+    } | options  # fmt: skip
+    example = Path(__file__).parent.parent / "examples" / name
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with (tmp_path / "log").open("w") as log:
-        launcher = subprocess.Popen(
-            command, cwd=tmp_path, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        try:
-            deadline = time.monotonic() + 240
-            while not (tmp_path / "out" / "checkpoint-2").exists():  # then the first one is whole
-                assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-                time.sleep(0.5)
-            os.kill(rank_process(launcher.pid, 1), signal.SIGKILL)
-            assert launcher.wait(timeout=60) != 0
-        finally:
-            launcher.kill()
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_the_glm_example_trains_with_experts_spread_over_ranks(tmp_path):
+    launcher = start_example("grpo_glm52.py", "glm52", tmp_path, expert_parallel_size=2, max_steps=2)
+    try:
+        assert launcher.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        launcher.kill()
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    experts = [t for n, t in saved.items() if ".experts.lora_A" in n]
+    assert len(experts) == 2 and all(t.shape == (8 * 16, 20) for t in experts), "all eight experts, rank 16"
+    model = PeftModel.from_pretrained(tiny_model("glm52").unload(), tmp_path / "out")
+    assert max(float(p.abs().max()) for n, p in model.named_parameters() if ".experts.lora_B" in n) > 0
+
+
+def test_when_a_rank_of_the_example_is_killed_the_others_end_and_it_is_named(tmp_path):
+    launcher = start_example("grpo_qwen36.py", "qwen36", tmp_path, max_steps=1000, save_steps=1)
+    try:
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "out" / "checkpoint-2").exists():  # then the first one is whole
+            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.5)
+        os.kill(rank_process(launcher.pid, 1), signal.SIGKILL)
+        assert launcher.wait(timeout=60) != 0
+    finally:
+        launcher.kill()
     said = (tmp_path / "log").read_text()
     root_cause = said[said.index("Root Cause") :]
     assert "rank      : 1" in root_cause and "SIGKILL" in root_cause

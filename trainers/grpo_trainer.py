@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from longstraw_sdk.adapter import ResidentStateAdapter
-from longstraw_sdk.backends import make_backend
+from longstraw_sdk.backends import fsdp_is_ours, make_backend
 from longstraw_sdk.errors import ConfigurationError, InputError, NumericsError
 from longstraw_sdk.lora import AdapterState, adapter_state
 from longstraw_sdk.prefix import Prefix
@@ -159,7 +159,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     # Several ranks
 
     def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
+        with fsdp_is_ours():
+            super().create_accelerator_and_postprocess()
         if self.args.world_size > 1:
             self.accelerator.__class__ = ContextAccelerator
             self.accelerator.backend = self._backend

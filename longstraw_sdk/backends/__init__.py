@@ -2,8 +2,9 @@
 
 from .accelerate import AccelerateBackend
 from .choice import make_backend
+from .frozen_weights import fsdp_is_ours
 from .local import LocalBackend
 from .megatron import MegatronBackend
 from .protocol import ShardingBackend
 
-__all__ = ["AccelerateBackend", "LocalBackend", "MegatronBackend", "ShardingBackend", "make_backend"]
+__all__ = ["AccelerateBackend", "LocalBackend", "MegatronBackend", "ShardingBackend", "fsdp_is_ours", "make_backend"]

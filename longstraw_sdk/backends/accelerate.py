@@ -11,6 +11,7 @@ from torch import nn
 from ..ops import ThroughExperts, through_experts
 from ..state import ContextGroup
 from ..types import CausalLM, Reduction, accumulation_dtype, is_shared
+from .frozen_weights import shard_frozen_weights
 from .ranks import check_sizes, default_group, on_any_rank, start_processes, whole_gradient_norm
 
 
@@ -26,9 +27,12 @@ class AccelerateBackend:
         context_parallel_size: ranks per prompt; must divide the number of processes.
         expert_parallel_size: consecutive ranks that hold one set of experts together; must divide
             `context_parallel_size`, or be a multiple of it that divides the number of processes.
+        shard_frozen_weights: keep 1/context_parallel_size of the decoder layers' frozen weights per rank, by FSDP2.
     """
 
-    def __init__(self, context_parallel_size: int = 1, expert_parallel_size: int = 1):
+    def __init__(
+        self, context_parallel_size: int = 1, expert_parallel_size: int = 1, *, shard_frozen_weights: bool = False
+    ):
         world_size = start_processes()
         check_sizes(world_size, context_parallel_size, expert_parallel_size)
         self.through_experts: ThroughExperts = through_experts
@@ -37,6 +41,7 @@ class AccelerateBackend:
         self.data: ContextGroup | None = None
         self.experts: ContextGroup | None = None
         self.copies: ContextGroup | None = None
+        self.shard_frozen_weights = shard_frozen_weights
         self.n_contexts = world_size // context_parallel_size
         if world_size > 1:
             self.world = ContextGroup(default_group(), "run")
@@ -55,6 +60,8 @@ class AccelerateBackend:
                     dist.broadcast(p.data, dist.get_global_rank(group.group, 0), group=group.group)
 
     def attach(self, model: CausalLM) -> Callable[[], None]:
+        if self.shard_frozen_weights:
+            shard_frozen_weights(model, self.context)
         return lambda: None
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import ConfigurationError
 from .accelerate import AccelerateBackend
+from .frozen_weights import fsdp_is_asked_for
 from .local import LocalBackend, n_processes
 from .megatron import MegatronBackend, is_in_use
 from .protocol import ShardingBackend
@@ -15,11 +16,14 @@ def make_backend(name: str, context_parallel_size: int = 1, expert_parallel_size
     """`auto` is `megatron` if its parallel_state is initialised, else `local` for one process and `accelerate`."""
     if name not in NAMES:
         raise ConfigurationError(f"backend={name!r} is not known; allowed: {', '.join(map(repr, NAMES))}")
+    sharded = fsdp_is_asked_for()
     if name == "auto":
         several = max(n_processes(), context_parallel_size, expert_parallel_size) > 1
-        name = "megatron" if is_in_use() else "accelerate" if several else "local"
+        name = "megatron" if is_in_use() else "accelerate" if several or sharded else "local"
     if name == "accelerate":
-        return AccelerateBackend(context_parallel_size, expert_parallel_size)
+        return AccelerateBackend(context_parallel_size, expert_parallel_size, shard_frozen_weights=sharded)
+    if sharded:
+        raise ConfigurationError(f"FSDP was asked for, which backend={name!r} does not serve; use 'accelerate'")
     if name == "megatron":
         return MegatronBackend(context_parallel_size, expert_parallel_size)
     for option, size in (

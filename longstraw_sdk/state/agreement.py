@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, InputError, LifecycleError
-from ..types import is_shared
+from ..types import is_shared, local
 from .context import ContextGroup
 
 
@@ -44,7 +44,7 @@ def in_step(group: ContextGroup | None, what: str, *given: object) -> Iterator[N
 def check_same_weights(group: ContextGroup | None, model: nn.Module) -> None:
     """Raise `ConfigurationError` on every rank unless all of `group` hold the same bits in what is not trained.
 
-    Of what is trained, and of experts that are spread over ranks, only names, dtypes and shapes must agree.
+    Of what is trained, and of what is spread over ranks already, only names, dtypes and shapes must agree.
     """
     if group is not None and not group.agree_on(True, _weights_digest(model))[1]:
         raise ConfigurationError(
@@ -56,8 +56,10 @@ def check_same_weights(group: ContextGroup | None, model: nn.Module) -> None:
 def _weights_digest(model: nn.Module) -> int:
     """Of every parameter's and buffer's name, dtype, shape and sum of its bits as integers, which has no rounding."""
     held = [*model.named_parameters(), *model.named_buffers()]
+    apart = [t.requires_grad or not is_shared(t) or local(t) is not t for _, t in held]
     sums = [
-        torch.zeros(()) if t.requires_grad or not is_shared(t) else _integers(t).sum(dtype=torch.int64) for _, t in held
+        torch.zeros(()) if skip else _integers(t).sum(dtype=torch.int64)
+        for skip, (_, t) in zip(apart, held, strict=True)
     ]
     totals = torch.stack([total.cpu().long() for total in sums]).tolist()
     return _digest([(name, t.dtype, tuple(t.shape), total) for (name, t), total in zip(held, totals, strict=True)])
