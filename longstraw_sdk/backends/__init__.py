@@ -4,6 +4,15 @@ from .accelerate import AccelerateBackend
 from .choice import make_backend
 from .local import LocalBackend
 from .megatron import MegatronBackend
+from .megatron_checkpoint import load_sharded, save_sharded
 from .protocol import ShardingBackend
 
-__all__ = ["AccelerateBackend", "LocalBackend", "MegatronBackend", "ShardingBackend", "make_backend"]
+__all__ = [
+    "AccelerateBackend",
+    "LocalBackend",
+    "MegatronBackend",
+    "ShardingBackend",
+    "load_sharded",
+    "make_backend",
+    "save_sharded",
+]
