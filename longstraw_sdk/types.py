@@ -51,9 +51,9 @@ class Reduction:
 
     Args:
         group: "context" (ranks that share a prompt), "expert copies" (those of them that hold the same experts) or
-            "data" (ranks with other prompts).
+            "data" (ranks with other prompts). Megatron's are "all" and "all expert copies", of contexts and data alike.
         ranks: the global ranks of the group.
-        operation: "sum" or "mean".
+        operation: "sum", "mean", or "sum / n": the sum over all ranks divided by the n contexts.
         n_parameters, n_elements: what was reduced.
     """
 

@@ -26,7 +26,8 @@ class LongStrawGRPOConfig(GRPOConfig):
         context_parallel_size: consecutive ranks that share one prompt; batch sizes count such a context as one process.
         expert_parallel_size: consecutive ranks that hold one set of experts together; each must be given a model with
             its part of them.
-        sharding: "local" (one process), "accelerate" (several), or "auto", which picks by what is launched.
+        sharding: "local" (one process), "accelerate" or "megatron" (several), or "auto", which picks by what is
+            launched.
     """
 
     gradient_scope: GradientScope = field(
@@ -53,7 +54,9 @@ class LongStrawGRPOConfig(GRPOConfig):
     )
     context_parallel_size: int = field(default=1, metadata={"help": "Consecutive ranks that share one prompt."})
     expert_parallel_size: int = field(default=1, metadata={"help": "Ranks that hold one set of experts together."})
-    sharding: Literal["auto", "local", "accelerate"] = field(default="auto", metadata={"help": "Sharding backend."})
+    sharding: Literal["auto", "local", "accelerate", "megatron"] = field(
+        default="auto", metadata={"help": "Sharding backend."}
+    )
 
     def __post_init__(self) -> None:
         parallelism = self.parallelism_config
@@ -90,8 +93,9 @@ class LongStrawGRPOConfig(GRPOConfig):
             f"{self.num_generations}: with several processes each must have whole groups, which share a prompt": (
                 self.world_size > 1 and own_rows % self.num_generations != 0
             ),
-            f"sharding={self.sharding!r}: this release knows 'auto', 'local' and 'accelerate'": self.sharding
-            not in ("auto", "local", "accelerate"),
+            f"sharding={self.sharding!r}: this release knows 'auto', 'local', 'accelerate' and 'megatron'": (
+                self.sharding not in ("auto", "local", "accelerate", "megatron")
+            ),
             "use_vllm=True: rows are sampled from the resident state; leave it off": self.use_vllm,
             "use_transformers_continuous_batching=True: rows are sampled from the resident state; leave it off": (
                 self.use_transformers_continuous_batching

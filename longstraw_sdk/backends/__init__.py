@@ -5,6 +5,16 @@ from .choice import make_backend
 from .frozen_weights import fsdp_is_ours
 from .local import LocalBackend
 from .megatron import MegatronBackend
+from .megatron_checkpoint import load_sharded, save_sharded
 from .protocol import ShardingBackend
 
-__all__ = ["AccelerateBackend", "LocalBackend", "MegatronBackend", "ShardingBackend", "fsdp_is_ours", "make_backend"]
+__all__ = [
+    "AccelerateBackend",
+    "LocalBackend",
+    "MegatronBackend",
+    "ShardingBackend",
+    "fsdp_is_ours",
+    "load_sharded",
+    "make_backend",
+    "save_sharded",
+]
