@@ -1,7 +1,7 @@
 """Megatron's backend on gloo ranks: groups, gradients of one process, optimizers, experts and checkpoints.
 
-What the ranks run is in tests/rank_megatron.py. Where all that is trained is float64, Megatron's buffers are too, so that
-float64 is held to what the other backends are held to.
+What the ranks run is in tests/rank_megatron.py. Where all that is trained is float64, so are Megatron's buffers, and
+results are held to what the other backends are held to.
 """
 
 import pytest
