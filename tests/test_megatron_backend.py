@@ -135,6 +135,15 @@ def test_reductions_say_what_was_reduced(rank_pools):
         assert reductions[0] == [((0, 1, 2, 3), 3, 6), (copies, 1, 2)]
 
 
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4), (4, 1, 2)], ids=str)
+def test_experts_that_contexts_share_are_divided_once(rank_pools, sizes):
+    """Rank r adds 4 r to its expert; the copies are those `expert_size` ranks apart."""
+    n_ranks, context_size, expert_size = sizes
+    for rank, found in enumerate(rank_pools[n_ranks].run(cases.reduced_twice, context_size, expert_size)):
+        mean = sum(range(4 * (rank % expert_size), 4 * n_ranks, 4 * expert_size)) * context_size / n_ranks
+        assert found == [[mean] * 2] * 2
+
+
 @pytest.mark.parametrize(("n_ranks", "context_size"), [(2, 2), (2, 1), (4, 2)])
 def test_a_sessions_updates(rank_pools, n_ranks, context_size):
     """The second one has a prompt on the first context only; nothing is made anew between the two."""
