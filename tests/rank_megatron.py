@@ -204,6 +204,21 @@ def updates(kind, context_size, expert_size):
     return seen, sizes, views
 
 
+def reduced_twice(context_size, expert_size):
+    """`.grad` of an expert after its reduction and after one more, where experts are spread over contexts too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("longstraw_sdk.backends.megatron"), "check_sizes", lambda *sizes: None)
+        with megatron(context_size, expert_size) as backend:
+            model = Leaves(expert_size)
+            detach, found = backend.attach(model), []
+            model.add(e=4 * rank())
+            for replayed in (True, False):
+                backend.reduce_gradients(model.parameters(), replayed=replayed)
+                found.append(model.e.grad.tolist())
+            detach()
+    return found
+
+
 def session_life(context_size):
     """What a session does around its updates; the other contexts have no prompt in the second."""
     model = rank_cases.small_model("llama", torch.float32)

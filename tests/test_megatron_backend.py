@@ -1,7 +1,7 @@
 """Megatron's backend on gloo ranks: groups, gradients of one process, optimizers, experts and checkpoints.
 
-What the ranks run is in tests/rank_megatron.py. Where all that is trained is float64, Megatron's buffers are too, so that
-float64 is held to what the other backends are held to.
+What the ranks run is in tests/rank_megatron.py. Where all that is trained is float64, so are Megatron's buffers, and
+results are held to what the other backends are held to.
 """
 
 import pytest
@@ -133,6 +133,15 @@ def test_reductions_say_what_was_reduced(rank_pools):
     for rank, (_, reductions, _) in enumerate(rank_pools[4].run(cases.updates, "megatron", 4, 2)):
         copies = (0, 2) if rank % 2 == 0 else (1, 3)
         assert reductions[0] == [((0, 1, 2, 3), 3, 6), (copies, 1, 2)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4), (4, 1, 2)], ids=str)
+def test_experts_that_contexts_share_are_divided_once(rank_pools, sizes):
+    """Rank r adds 4 r to its expert; the copies are those `expert_size` ranks apart."""
+    n_ranks, context_size, expert_size = sizes
+    for rank, found in enumerate(rank_pools[n_ranks].run(cases.reduced_twice, context_size, expert_size)):
+        mean = sum(range(4 * (rank % expert_size), 4 * n_ranks, 4 * expert_size)) * context_size / n_ranks
+        assert found == [[mean] * 2] * 2
 
 
 @pytest.mark.parametrize(("n_ranks", "context_size"), [(2, 2), (2, 1), (4, 2)])

@@ -87,10 +87,7 @@ class MegatronBackend:
         buffers = check_attached(self._buffers, list(parameters))
         trained = buffers.parameters
         found = on_any_rank(buffers.gather_up(), self.world, trained[0].device)
-        if not replayed:  # all ranks of the context hold the same then, which must be counted once
-            for p in trained:
-                if self._copy_of(p):
-                    p.main_grad.zero_()
+        self._count_once(trained, replayed)
         buffers.reduce(found)
         taken = [p for p, there in zip(trained, found, strict=True) if there]
         shared, spread = [p for p in taken if is_shared(p)], [p for p in taken if not is_shared(p)]
@@ -151,11 +148,19 @@ class MegatronBackend:
         made.step = counted_step
         return made
 
-    def _copy_of(self, p: nn.Parameter) -> int:
-        """Which of the copies of `p` within this context the rank holds, from 0."""
-        if self.context is None:
-            return 0
-        return self.context.rank // (1 if is_shared(p) or self.experts is None else self.experts.size)
+    def _count_once(self, trained: list[Any], replayed: bool) -> None:
+        """Let what was reduced before, which all ranks of a context hold alike, come out of the reduction unchanged."""
+        if not replayed and self.context is not None and self.context.rank:
+            for p in trained:
+                if is_shared(p):
+                    p.main_grad.zero_()
+        if self.experts is None or any(on_any_rank([replayed], self.experts, trained[0].device)):
+            return
+        rank, size = (0, 1) if self.context is None else (self.context.rank, self.context.size)
+        for p in trained:
+            if not is_shared(p):
+                # One copy per context counts; where experts are spread over several contexts, one copy for all of them.
+                p.main_grad.mul_(rank < self.experts.size if self.experts.size <= size else self.experts.size // size)
 
 
 def is_in_use() -> bool:
