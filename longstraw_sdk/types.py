@@ -50,8 +50,8 @@ class Reduction:
     """How gradients were reduced over one group of ranks.
 
     Args:
-        group: "context" (ranks that share a prompt), "expert copies" (those of them that hold the same experts) or
-            "data" (ranks with other prompts). Megatron's are "all" and "all expert copies", of contexts and data alike.
+        group: "context" (ranks that share a prompt), "expert copies" (ranks that hold the same experts) or "data"
+            (ranks with other prompts). Megatron's are "all" and "all expert copies", of contexts and data alike.
         ranks: the global ranks of the group.
         operation: "sum", "mean", or "sum / n": the sum over all ranks divided by the n contexts.
         n_parameters, n_elements: what was reduced.

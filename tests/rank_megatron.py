@@ -93,6 +93,11 @@ def expert_parity(context_size, expert_size, case, fault=None, other_prompts=Fal
     return result, len(calls), len(dispatched)
 
 
+def contexts_that_share_experts(context_size, expert_size):
+    with megatron(context_size, expert_size):
+        return rank_experts.uneven_work(context_size, expert_size)
+
+
 def routed_to_few(context_size, expert_size, case):
     with megatron(context_size, expert_size):
         return rank_experts.routed_to_few(context_size, expert_size, case)

@@ -99,6 +99,13 @@ def test_parity_of_contexts_with_prompts_of_their_own(rank_pools):
     assert_parity([result for result, *_ in found], "float64")
 
 
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4)], ids=str)
+def test_contexts_that_share_experts_may_differ_in_all_they_do(rank_pools, sizes):
+    for error, n_sweeps in rank_pools[sizes[0]].run(cases.contexts_that_share_experts, *sizes[1:]):
+        assert error < 1e-10
+        assert n_sweeps == 1
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_ranks_whose_experts_nobody_asks(rank_pools, checkpointing):
     case = ParityCase("float64", gradient_checkpointing=checkpointing)

@@ -81,7 +81,7 @@ class AccelerateBackend:
         for group, taken, divisor in stages:
             if group is not None:
                 ranks = tuple(dist.get_process_group_ranks(group.group))
-                operation = "sum" if divisor == 1 else "mean" if divisor == group.size else f"sum/{divisor}"
+                operation = "sum" if divisor == 1 else "mean" if divisor == group.size else f"sum / {divisor}"
                 reductions.append(Reduction(group.name, ranks, operation, *_reduce(taken, group, divisor)))
         if self.copies is None:
             for p in spread:
