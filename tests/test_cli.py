@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 
 def run(*args):
@@ -49,6 +50,42 @@ def test_bench_measures_both_systems_and_writes_json_and_picture(tmp_path):
     assert peaks["transformers", 2**16] > 10 * peaks["transformers", 2**12], "grows with the prompt"
     assert all(m["seconds"] > 0 and m["tokens_per_second"] > 0 for m in found["measurements"])
     assert (tmp_path / "cpu-glm-memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_help_names_the_presets():
+    shown = " ".join(run("bench", "--help").stdout.split())
+    for preset in ("cpu-glm-memory:", "cpu-simulated-ranks:", " simulated-ranks:"):
+        assert preset in shown
+
+
+def test_bench_simulates_ranks_and_writes_json_and_picture(tmp_path):
+    result = run("bench", "cpu-simulated-ranks", "--output-dir", str(tmp_path), "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found == json.loads((tmp_path / "cpu-simulated-ranks.json").read_text())
+    assert found["complete"] and {"links", "experts", "whole model", "whole prompt"} <= found["settings"].keys()
+    cases = {(case["geometry"], case["size"], case["positions"]): case for case in found["estimates"]}
+    assert {size for _, size, _ in cases} == {2, 8} and {n for *_, n in cases} == {4096, 8192}
+    for (geometry, size, _), case in cases.items():
+        half, whole = (cases[geometry, size, n]["phases"]["capture"] for n in (4096, 8192))
+        assert 1.9 < whole["received_bytes"] / half["received_bytes"] < 3, "grows with the prompt"
+        assert [step["group"] for step in case["steps"]] == [2, 8, 2, 8]
+        assert (case["phases"]["capture"]["expert_bytes"] > 0) == ("glm" in geometry)
+        assert case["memory"]["peak_full"] > case["memory"]["peak_response"] > case["memory"]["weights"]
+    assert (tmp_path / "cpu-simulated-ranks.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
+def test_the_simulation_of_whole_models_needs_a_gpu(tmp_path):
+    result = run("bench", "simulated-ranks", "--output-dir", str(tmp_path))
+    assert result.returncode == 2
+    assert "needs a CUDA device of at least 64 GiB, and there is none" in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_runs_as_a_module():
+    command = [sys.executable, "-m", "longstraw_sdk.cli", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == run("--version").stdout
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,9 @@ def _reduce(parameters: list[nn.Parameter], group: ContextGroup, divisor: int) -
     for dtype in dict.fromkeys(p.grad.dtype for p in taken if p.grad is not None):
         gradients = [p.grad for p in taken if p.grad is not None and p.grad.dtype == dtype]
         flat = torch.cat([g.flatten() for g in gradients]).to(accumulation_dtype(dtype))
-        total = group.gather(flat).sum(0)  # in rank order, so every rank has the same bits
-        total /= divisor
+        # Each rank sums its part, in rank order, and hands it to all: the same bits everywhere, in the room of two.
+        parts = nn.functional.pad(flat, (0, -len(flat) % group.size)).view(group.size, -1)
+        total = group.gather(group.sum_scatter(parts) / divisor).flatten()[: len(flat)]
         for gradient, piece in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
     return len(taken), sum(p.numel() for p in taken)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from .result import BenchResult
+from .result import PeakResult
+from .simulation_result import SimulationResult
 
 _COLORS = {"longstraw": "#1b6ca8"}
 _OTHER = "#d1603d"
 
 
-def plot_peaks(result: BenchResult, output_dir: Path) -> Path:
+def plot_peaks(result: PeakResult, output_dir: Path) -> Path:
     """Write `<preset>.png`: peak bytes over prompt tokens, both axes logarithmic, one line per system."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -43,9 +45,62 @@ def plot_peaks(result: BenchResult, output_dir: Path) -> Path:
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("peak of a forward (MiB, log scale)")
     axes.set_title(f"{result.preset}: memory on top of weights and resident state", loc="left", fontsize=11)
-    axes.grid(color="#dddddd", linewidth=0.8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    _quiet(axes)
     path = output_dir / f"{result.preset}.png"
     figure.savefig(path, dpi=150)
     return path
+
+
+def plot_simulation(result: SimulationResult, output_dir: Path) -> Path:
+    """Write `<preset>.png`: seconds of a step with two responses, and memory of full scope, per simulated rank."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    steps, held = figure.subplots(1, 2, sharey=True)
+    names = [f"{case.geometry} CP{case.size}\n{case.positions:,}" for case in result.estimates]
+    for axes, parts in ((steps, _step_parts(result)), (held, _memory_parts(result))):
+        left = [0.0] * len(names)
+        for label, color, widths in parts:
+            axes.barh(names, widths, left=left, label=label, color=color)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+        _quiet(axes)
+    steps.invert_yaxis()
+    steps.set_xlabel("seconds of a step with G=2, full scope")
+    held.set_xlabel("GB, full scope")
+    held.xaxis.set_major_locator(MaxNLocator(5))
+    figure.suptitle(f"{result.preset}: one rank", x=0.01, ha="left", fontsize=11)
+    path = output_dir / f"{result.preset}.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
+Parts = list[tuple[str, str, list[float]]]
+"""(label, colour, one width per case)"""
+
+
+def _step_parts(result: SimulationResult) -> Parts:
+    colors = {"capture": _COLORS["longstraw"], "replay full": "#6aa5d1", "sweep": "#7a8b99"}
+    parts = []
+    for name, color in colors.items():
+        n = 2 if name == "replay full" else 1
+        parts.append((name, color, [n * case.phases[name].seconds for case in result.estimates]))
+    parts.append(("links", _OTHER, [case.step(2, "full").link_seconds for case in result.estimates]))
+    return parts
+
+
+def _memory_parts(result: SimulationResult) -> Parts:
+    held = [case.memory for case in result.estimates]
+    known = {
+        "weights and LoRA": ("#7a8b99", [m.weights + m.adapter for m in held]),
+        "resident": (_COLORS["longstraw"], [m.resident_full for m in held]),
+        "accumulators": ("#6aa5d1", [m.accumulators for m in held]),
+    }
+    rest = [m.peak_full - sum(n_bytes) for m, *n_bytes in zip(held, *(n for _, n in known.values()), strict=True)]
+    parts = known | {"workspace": (_OTHER, rest)}
+    return [(label, color, [n / 1e9 for n in n_bytes]) for label, (color, n_bytes) in parts.items()]
+
+
+def _quiet(axes: Axes) -> None:
+    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .result import BenchResult
+from .simulated_ranks import cpu_simulated_ranks, simulated_ranks
 from .sparse_memory import sparse_memory
 
-Preset = Callable[[Callable[[str], None]], BenchResult]
-"""Runs one benchmark; its argument is called with what was just done."""
+Preset = Callable[[Callable[[str], None]], Iterator[BenchResult]]
+"""Runs one benchmark; its argument is called with what was just done. Yields the result as far as it is known, so that
+an interrupted run leaves something, and last the whole."""
 
-PRESETS: dict[str, Preset] = {"cpu-glm-memory": sparse_memory}
+PRESETS: dict[str, Preset] = {
+    "cpu-glm-memory": sparse_memory,
+    "cpu-simulated-ranks": cpu_simulated_ranks,
+    "simulated-ranks": simulated_ranks,
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +36,28 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchResult:
-    """Measurements of one run. `settings` holds dtype and shapes, `machine` hardware, date and versions."""
+class BenchResult(ABC):
+    """What one preset found. `settings` holds dtype and shapes, `machine` hardware, date and versions."""
 
     preset: str
     settings: dict[str, Any]
     machine: dict[str, Any]
-    measurements: tuple[Measurement, ...]
+
+    @property
+    @abstractmethod
+    def note(self) -> str:
+        """What a reader of the table must know."""
+
+    @abstractmethod
+    def table(self) -> Table:
+        """The result for a terminal."""
+
+    @abstractmethod
+    def plot(self, output_dir: Path) -> Path:
+        """Write `<preset>.png` into `output_dir` and return its path."""
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [asdict(m) | {"tokens_per_second": m.tokens_per_second} for m in self.measurements]
-        return asdict(self) | {"measurements": rows}
+        return asdict(self)
 
     def write(self, output_dir: Path) -> Path:
         """Write `<preset>.json` into `output_dir` and return its path."""
@@ -52,6 +65,42 @@ class BenchResult:
         path = output_dir / f"{self.preset}.json"
         path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
         return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakResult(BenchResult):
+    """Time and peak memory of systems beside each other."""
+
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def note(self) -> str:
+        return "Peak is what the phase allocates on top of weights and resident state."
+
+    def table(self) -> Table:
+        table = Table("system", "phase", title=f"{self.preset} on {self.machine['device']}")
+        for name in ("prompt tokens", "new tokens", "seconds", "tokens/s", "peak MiB"):
+            table.add_column(name, justify="right")
+        for m in self.measurements:
+            table.add_row(
+                m.system,
+                m.phase,
+                f"{m.prompt_tokens:,}",
+                f"{m.new_tokens:,}",
+                f"{m.seconds:.3f}",
+                f"{m.tokens_per_second:,.0f}",
+                f"{m.peak_bytes / 2**20:,.1f}",
+            )
+        return table
+
+    def plot(self, output_dir: Path) -> Path:
+        from .plots import plot_peaks
+
+        return plot_peaks(self, output_dir)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [asdict(m) | {"tokens_per_second": m.tokens_per_second} for m in self.measurements]
+        return super().as_dict() | {"measurements": rows}
 
 
 def describe_machine() -> dict[str, Any]:
@@ -63,5 +112,13 @@ def describe_machine() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in names},
+        "versions": {name: version_of(name) for name in names},
     }
+
+
+def version_of(package: str) -> str | None:
+    """None if `package` is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
