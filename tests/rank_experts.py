@@ -115,8 +115,8 @@ def _gradients_stay(patch):
 def _not_divided(patch):
     sound = AccelerateBackend.__init__
 
-    def broken(self, *sizes):
-        sound(self, *sizes)
+    def broken(self, *sizes, **options):
+        sound(self, *sizes, **options)
         self.n_contexts = 1
 
     patch.setattr(AccelerateBackend, "__init__", broken)

@@ -50,6 +50,8 @@ class AccelerateBackend:
                 ContextGroup(group, name) if dist.get_world_size(group) > 1 else None
                 for group, name in zip(groups, ("context", "data", "experts", "expert copies"), strict=True)
             )
+            if self.experts is None:
+                self.copies = None  # every rank holds all, and nothing is spread
 
     @torch.no_grad()
     def share_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -69,25 +71,30 @@ class AccelerateBackend:
         shared, spread = [p for p in trained if is_shared(p)], [p for p in trained if not is_shared(p)]
         if self.experts is not None:
             _complete(spread, self.experts)  # zeros for experts without a token, as where all lie on one rank
-        if not replayed and self.context is not None and self.experts is not None:
-            copies_here = max(1, self.context.size // self.experts.size)
-            for p in spread:  # of what was reduced before, each context counts once
-                if p.grad is not None:
-                    p.grad /= copies_here
-        stages = [(self.data, shared, self.n_contexts), (self.copies, spread, self.n_contexts)]
+        stages = [(self.data, shared, self.n_contexts)]
         if replayed:  # otherwise summed before, and once is enough
             stages.insert(0, (self.context, shared, 1))
+        if self.experts is not None and self.world is not None and not self.world.agree(not replayed):
+            if not replayed:
+                self._count_once(spread)
+            stages.append((self.copies, spread, self.n_contexts))
+            if self.copies is None:
+                torch._foreach_div_([p.grad for p in spread if p.grad is not None], self.n_contexts)
         reductions = []
         for group, taken, divisor in stages:
             if group is not None:
                 ranks = tuple(dist.get_process_group_ranks(group.group))
                 operation = "sum" if divisor == 1 else "mean" if divisor == group.size else f"sum / {divisor}"
                 reductions.append(Reduction(group.name, ranks, operation, *_reduce(taken, group, divisor)))
-        if self.copies is None:
-            for p in spread:
-                if p.grad is not None:
-                    p.grad /= self.n_contexts
         return tuple(reductions)
+
+    def _count_once(self, spread: list[nn.Parameter]) -> None:
+        """Of what was reduced before, each context counts once, on however many ranks it holds the same experts."""
+        assert self.experts is not None
+        context_size = 1 if self.context is None else self.context.size
+        for p in spread:
+            if p.grad is not None:
+                p.grad /= max(1, context_size // self.experts.size)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         return whole_gradient_norm(parameters, self.experts)
