@@ -188,7 +188,7 @@ def updates(kind, context_size, expert_size):
         model.add(a=own)
     reduce(replayed=first)  # other contexts had no prompt
     clear()
-    parameters[0].grad = torch.full((2,), 4.0)
+    parameters[0].grad, parameters[1].grad = torch.full((2,), 4.0), torch.full((2,), 2.0)
     model.add(a=own)
     reduce()  # on top of what was put there
     clear()
