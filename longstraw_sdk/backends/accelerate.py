@@ -76,10 +76,11 @@ class AccelerateBackend:
             stages.insert(0, (self.context, shared, 1))
         if self.experts is not None and self.world is not None and not self.world.agree(not replayed):
             if not replayed:
-                self._count_once(spread)
+                # Of what was reduced before, each context counts once, on however many ranks it holds the same experts.
+                _divide(spread, max(1, 1 if self.context is None else self.context.size // self.experts.size))
             stages.append((self.copies, spread, self.n_contexts))
             if self.copies is None:
-                torch._foreach_div_([p.grad for p in spread if p.grad is not None], self.n_contexts)
+                _divide(spread, self.n_contexts)
         reductions = []
         for group, taken, divisor in stages:
             if group is not None:
@@ -87,14 +88,6 @@ class AccelerateBackend:
                 operation = "sum" if divisor == 1 else "mean" if divisor == group.size else f"sum / {divisor}"
                 reductions.append(Reduction(group.name, ranks, operation, *_reduce(taken, group, divisor)))
         return tuple(reductions)
-
-    def _count_once(self, spread: list[nn.Parameter]) -> None:
-        """Of what was reduced before, each context counts once, on however many ranks it holds the same experts."""
-        assert self.experts is not None
-        context_size = 1 if self.context is None else self.context.size
-        for p in spread:
-            if p.grad is not None:
-                p.grad /= max(1, context_size // self.experts.size)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         return whole_gradient_norm(parameters, self.experts)
@@ -131,6 +124,12 @@ def _complete(parameters: list[nn.Parameter], group: ContextGroup) -> list[nn.Pa
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     return taken
+
+
+def _divide(parameters: list[nn.Parameter], divisor: int) -> None:
+    for p in parameters:
+        if p.grad is not None:
+            p.grad /= divisor
 
 
 def _reduce(parameters: list[nn.Parameter], group: ContextGroup, divisor: int) -> tuple[int, int]:
