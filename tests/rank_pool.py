@@ -38,7 +38,20 @@ def _serve(rank, size, port, pipe):
             answer = pickle.dumps((function(*args), None))
         except BaseException as error:
             answer = pickle.dumps((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        _destroy_new_groups()
         pipe.send_bytes(answer)
+
+
+def _destroy_new_groups():
+    """All but those that backends keep for later: each gloo group has threads, and of one that failed they spin."""
+    from torch import distributed as dist
+
+    from longstraw_sdk.backends import accelerate
+
+    if dist.is_initialized():
+        kept = {dist.group.WORLD, *(group for groups in accelerate._made.values() for group in groups)}
+        for group in set(dist.distributed_c10d._world.pg_map) - kept:
+            dist.destroy_process_group(group)
 
 
 class RankPool:
