@@ -470,4 +470,4 @@ def refused(what):
             frozen.requires_grad_(True)
             with session.capture(tokens(9)):
                 return said(session.finalize)
-    return said(lambda: MegatronBackend(*{"context": (3, 1), "experts": (1, size)}[what]))
+    return said(lambda: MegatronBackend(*{"context": (3, 1), "experts": (1, 3)}[what]))

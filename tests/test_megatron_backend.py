@@ -52,7 +52,7 @@ def test_auto_takes_megatron_only_where_it_is_initialised(rank_pools):
     ("what", "message"),
     [
         ("context", "context_parallel_size=3 does not divide the 2 processes"),
-        ("experts", "expert_parallel_size=2 does not divide context_parallel_size=1"),
+        ("experts", "expert_parallel_size=3 must divide the 2 processes, and divide context_parallel_size=1 or"),
         ("other sizes", "initialised with context_parallel_size=2 instead of 1; initialise it with"),
         ("tensor parallel", "initialised with tensor_model_parallel_size=2 instead of 1"),
         ("unfrozen later", "parameters are trained now that were not when the session began"),
