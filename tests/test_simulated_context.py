@@ -368,7 +368,10 @@ def test_routed_experts_are_those_of_one_rank_and_their_gradients_stay():
         shared = [p for name, p in rank.model.named_parameters() if p.requires_grad and ".experts." not in name]
         assert len(shared) < len(names) and any("shared_experts" in name for name in names)
         found = rank.finalize().received_bytes
-    assert found == 7 * (len(shared) + 4 * sum(p.numel() for p in shared))
+    n_elements = sum(p.numel() for p in shared)
+    assert found == 7 * (len(shared) + 2 * 4 * n_elements // 8), (
+        "flags of all; an eighth to be summed, and its sum back"
+    )
 
 
 # --- the whole of it ---
