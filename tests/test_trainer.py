@@ -167,7 +167,7 @@ def test_evaluation_runs_and_leaves_nothing_behind(tmp_path):
 REFUSED = {
     "context_parallel_size": {"context_parallel_size": 2},
     "expert_parallel_size": {"expert_parallel_size": 2},
-    "sharding": {"sharding": "megatron"},
+    "sharding": {"sharding": "deepspeed"},
     "cp_size": {"parallelism_config": lambda: ParallelismConfig(cp_size=2)},
     "use_vllm": {"use_vllm": True},
     "use_transformers_continuous_batching": {"use_transformers_continuous_batching": True},

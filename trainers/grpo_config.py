@@ -7,6 +7,8 @@ from typing import Literal
 
 from trl import GRPOConfig
 
+from longstraw_sdk.backends.choice import NAMES
+from longstraw_sdk.backends.ranks import check_sizes
 from longstraw_sdk.errors import ConfigurationError
 from longstraw_sdk.types import GradientScope, PrefixAdapter, StateDevice
 
@@ -65,16 +67,15 @@ class LongStrawGRPOConfig(GRPOConfig):
                 "parallelism_config with cp_size or sp_size above 1 splits TRL's padded batch, which GRPO cannot use; "
                 "leave both at 1. Ranks that share one prompt are LongStraw's context_parallel_size"
             )
+        for option in ("context_parallel_size", "expert_parallel_size"):
+            size = getattr(self, option)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigurationError(f"{option} must be an integer of at least 1, got {size!r}")
         size = self.context_parallel_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigurationError(f"context_parallel_size must be an integer of at least 1, got {size!r}")
         if self.generation_batch_size is not None:
             self.generation_batch_size *= size
         super().__post_init__()
-        if self.world_size % size:
-            raise ConfigurationError(
-                f"context_parallel_size={size} does not divide the {self.world_size} processes that are running"
-            )
+        check_sizes(self.world_size, size, self.expert_parallel_size)
         assert self.generation_batch_size is not None, "TRL sets it"
         self.generation_batch_size //= size  # TRL counts processes, a context is one
         problems = list(self._problems())
@@ -93,8 +94,8 @@ class LongStrawGRPOConfig(GRPOConfig):
             f"{self.num_generations}: with several processes each must have whole groups, which share a prompt": (
                 self.world_size > 1 and own_rows % self.num_generations != 0
             ),
-            f"sharding={self.sharding!r}: this release knows 'auto', 'local', 'accelerate' and 'megatron'": (
-                self.sharding not in ("auto", "local", "accelerate", "megatron")
+            f"sharding={self.sharding!r} is not known; allowed: {', '.join(map(repr, NAMES))}": (
+                self.sharding not in NAMES
             ),
             "use_vllm=True: rows are sampled from the resident state; leave it off": self.use_vllm,
             "use_transformers_continuous_batching=True: rows are sampled from the resident state; leave it off": (
