@@ -111,9 +111,10 @@ class LongStrawSession:
             chunk_tokens,
             page_tokens,
             replay_tokens,
+            temperature,
         )
         try:
-            with in_step(self.backend.world, "session options", *options, temperature):
+            with in_step(self.backend.world, "session options", *options):
                 bound = bind_model(model, self.adapter)
                 if context is not None:
                     context.check_device(bound.device)

@@ -19,13 +19,13 @@ def sweep_prefix(bound: BoundModel, state: ResidentState) -> int:
     """
     with progress(state.n_tokens, "sweep") as advance, torch.enable_grad():
         for boundary in range(state.last_boundary, 0, -1):
-            _sweep_chunk(bound, state, boundary)
+            sweep_chunk(bound, state, boundary)
             advance(state.bounds[boundary] - state.bounds[boundary - 1])
     state.drop_accumulators()
     return state.n_tokens
 
 
-def _sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None:
+def sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None:
     start, end = state.bounds[boundary - 1], state.bounds[boundary]
     owned = state.owned[boundary - 1], state.owned[boundary]
     cotangents = {key: paged.cotangents(*owned) for key, paged in state.paged.items()}

@@ -8,14 +8,14 @@ the same pass over one token, whose result is dropped and whose gradient is zero
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from .adapter import DecoderOutput, StateView
+from .adapter import StateView
 from .bound import BoundModel
 from .errors import LifecycleError
 from .state import ContextGroup, PagePool, ResidentState
@@ -99,19 +99,15 @@ class ExpertTurns:
                 out = self.bound.adapter.forward(
                     self.bound.base, self._ids.new_zeros(1, n_tokens), StateView(self._state, 0)
                 )
-                if kind != Kind.FORWARD:
-                    _drop_backward(out, _RESULTS[kind])
+                if kind == Kind.REPLAY:
+                    _drop_backward([out.hidden])
+                elif kind == Kind.SWEEP:
+                    _drop_backward([tensor for by_name in out.produced.values() for tensor in by_name.values()])
         finally:
             self._serving = False
 
 
-_RESULTS: dict[Kind, Callable[[DecoderOutput], list[torch.Tensor]]] = {
-    Kind.REPLAY: lambda out: [out.hidden],
-    Kind.SWEEP: lambda out: [tensor for by_name in out.produced.values() for tensor in by_name.values()],
-}
-
-
-def _drop_backward(out: DecoderOutput, results: Callable[[DecoderOutput], list[torch.Tensor]]) -> None:
+def _drop_backward(results: list[torch.Tensor]) -> None:
     """The backward pass of a real one, with a gradient of zero."""
-    roots = [tensor for tensor in results(out) if tensor.requires_grad]
+    roots = [tensor for tensor in results if tensor.requires_grad]
     torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])

@@ -115,8 +115,8 @@ def _no_reduction(patch):
 
 
 def _mean_over_the_context(patch):
-    reduce = accelerate._reduce
-    patch.setattr(accelerate, "_reduce", lambda parameters, group, divisor: reduce(parameters, group, group.size))
+    reduce = accelerate.reduce_over
+    patch.setattr(accelerate, "reduce_over", lambda parameters, group, divisor: reduce(parameters, group, group.size))
 
 
 def _in_attention(name, change):

@@ -68,21 +68,21 @@ def _over_the_context(patch):
 
 
 def _copies_not_summed(patch):
-    reduce = accelerate._reduce
+    reduce = accelerate.reduce_over
 
     def broken(parameters, group, divisor):
         return reduce(parameters[:0] if group.name == "expert copies" else parameters, group, divisor)
 
-    patch.setattr(accelerate, "_reduce", broken)
+    patch.setattr(accelerate, "reduce_over", broken)
 
 
 def _averaged(patch):
-    reduce = accelerate._reduce
+    reduce = accelerate.reduce_over
 
     def broken(parameters, group, divisor):
         return reduce(parameters, group, group.size)
 
-    patch.setattr(accelerate, "_reduce", broken)
+    patch.setattr(accelerate, "reduce_over", broken)
 
 
 def _expert_major_b(patch):

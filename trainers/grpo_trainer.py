@@ -399,12 +399,10 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             share_optimizer_state(optimizer, self.model, self.longstraw.adapter)
         return optimizer
 
-    def save_model(self, output_dir=None, _internal_call=False):
-        self._whole_adapter = whole_adapter(self.model, self.longstraw.adapter) if self._spread else None
-        super().save_model(output_dir, _internal_call)
-
     def _save(self, output_dir=None, state_dict=None):
-        super()._save(output_dir, self._whole_adapter if self._spread and state_dict is None else state_dict)
+        if self._spread and state_dict is None:  # every rank comes here, and the one that saves writes
+            state_dict = whole_adapter(self.model, self.longstraw.adapter)
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         if self._spread and not self.args.should_save:

@@ -86,7 +86,7 @@ class AccelerateBackend:
             if group is not None:
                 ranks = tuple(dist.get_process_group_ranks(group.group))
                 operation = "sum" if divisor == 1 else "mean" if divisor == group.size else f"sum / {divisor}"
-                reductions.append(Reduction(group.name, ranks, operation, *_reduce(taken, group, divisor)))
+                reductions.append(Reduction(group.name, ranks, operation, *reduce_over(taken, group, divisor)))
         return tuple(reductions)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _divide(parameters: list[nn.Parameter], divisor: int) -> None:
             p.grad /= divisor
 
 
-def _reduce(parameters: list[nn.Parameter], group: ContextGroup, divisor: int) -> tuple[int, int]:
+def reduce_over(parameters: list[nn.Parameter], group: ContextGroup, divisor: int) -> tuple[int, int]:
     """Sum every gradient that at least one rank has, and divide; returns how many parameters and elements those are."""
     taken = _complete(parameters, group)
     for dtype in dict.fromkeys(p.grad.dtype for p in taken if p.grad is not None):

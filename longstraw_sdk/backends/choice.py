@@ -5,9 +5,10 @@ from __future__ import annotations
 from ..errors import ConfigurationError
 from .accelerate import AccelerateBackend
 from .frozen_weights import fsdp_is_asked_for
-from .local import LocalBackend, n_processes
+from .local import LocalBackend
 from .megatron import MegatronBackend, is_in_use
 from .protocol import ShardingBackend
+from .ranks import n_processes
 
 NAMES = ("auto", "local", "accelerate", "megatron")
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from ..errors import ConfigurationError
 from ..ops import ThroughExperts, through_experts
 from ..state import ContextGroup
 from ..types import CausalLM, Reduction
+from .ranks import n_processes, whole_gradient_norm
 
 
 class LocalBackend:
@@ -40,11 +39,4 @@ class LocalBackend:
         return ()
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        return nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
-
-
-def n_processes() -> int:
-    """Processes of this run, as torch.distributed or, before it is initialised, the launcher says."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+        return whole_gradient_norm(parameters, None)

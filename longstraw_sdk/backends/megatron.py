@@ -28,9 +28,7 @@ class MegatronBackend:
     Where Megatron's `parallel_state` is initialised already, its groups are used.
 
     Args:
-        context_parallel_size: ranks per prompt; must divide the number of processes.
-        expert_parallel_size: consecutive ranks that hold one set of experts together; must divide
-            `context_parallel_size`.
+        context_parallel_size, expert_parallel_size: as in `AccelerateBackend`.
         distributed_optimizer: shard gradients and optimizer state over ranks, for `optimizer()` alone: `.grad` is None
             after `finalize()`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -37,6 +38,13 @@ def check_sizes(world_size: int, context_parallel_size: int, expert_parallel_siz
         )
 
 
+def n_processes() -> int:
+    """Processes of this run, as torch.distributed or, before it is initialised, the launcher says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
@@ -53,12 +61,13 @@ def on_any_rank(flags: Sequence[bool], group: ContextGroup | None, device: torch
 
 def whole_gradient_norm(parameters: Iterable[nn.Parameter], experts: ContextGroup | None) -> torch.Tensor:
     """Norm [] of reduced gradients, those of experts on the other ranks of `experts` included. All call it."""
-    gradients = {shared: [] for shared in (True, False)}  # type: dict[bool, list[torch.Tensor]]
-    for p in parameters:
-        if p.grad is not None:
-            gradients[is_shared(p)].append(p.grad)
-    norm = nn.utils.get_total_norm(gradients[True])
+    held = [p for p in parameters if p.grad is not None]
     if experts is None:
-        return norm
-    spread = experts.gather(nn.utils.get_total_norm(gradients[False]).to(norm.device, torch.float64))
+        return _norm(held)
+    norm = _norm([p for p in held if is_shared(p)])
+    spread = experts.gather(_norm([p for p in held if not is_shared(p)]).to(norm.device, torch.float64))
     return torch.cat([norm.double().reshape(1), spread]).norm().to(norm.dtype)
+
+
+def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    return nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)

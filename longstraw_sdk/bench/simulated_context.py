@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends.accelerate import _reduce
+from ..backends.accelerate import reduce_over
 from ..backends.local import LocalBackend
 from ..state import ContextGroup
 from ..types import Reduction
@@ -84,7 +84,7 @@ class SimulatedBackend(LocalBackend):
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *, replayed: bool) -> tuple[Reduction, ...]:
         if not replayed or self.context is None:
             return ()
-        reduced = _reduce(list(parameters), self.context, 1)
+        reduced = reduce_over(list(parameters), self.context, 1)
         return (Reduction("context", tuple(range(self.context.size)), "sum", *reduced),)
 
 

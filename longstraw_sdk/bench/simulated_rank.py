@@ -15,7 +15,7 @@ from ..evidence.memory import trace_memory
 from ..lora import base_model_of
 from ..replay import replay_rows
 from ..state import Component, PagedSpec, PagePool, ResidentState
-from ..sweep import _sweep_chunk
+from ..sweep import sweep_chunk
 from .geometry import Geometry
 from .simulated_context import SimulatedBackend
 
@@ -99,7 +99,7 @@ class SimulatedRank:
     def sweep_chunk(self) -> Cost:
         """Sweep the last chunk, with gradients of everything that it left behind."""
         return self._measure(
-            lambda: _sweep_chunk(self.bound, self.state, self.state.last_boundary), self._collect_gradients
+            lambda: sweep_chunk(self.bound, self.state, self.state.last_boundary), self._collect_gradients
         )
 
     def replay(self, *, accumulate: bool) -> Cost:
