@@ -24,11 +24,11 @@ class SimulatedLink:
 
     def start(self, layer, pages):
         self.events.append(("start", layer))
-        copies = []
+        copies = {}
 
         def copy():
             time.sleep(self.seconds)
-            copies.extend({name: t.clone() for name, t in page.items()} for page in pages)
+            copies.update({name: torch.cat([page[name] for page in pages]) for name in pages[0]})
 
         thread = threading.Thread(target=copy)
         thread.start()
@@ -36,7 +36,7 @@ class SimulatedLink:
         def wait():
             thread.join()
             self.events.append(("wait", layer))
-            self.n_copied += len(copies)
+            self.n_copied += len(pages)
             return copies
 
         return wait

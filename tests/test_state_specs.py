@@ -68,7 +68,8 @@ def test_resident_bytes_count_the_last_page_whole_and_equal_what_is_allocated(sp
     if n_tokens:
         layer.append(rows)
     assert len(layer.pages) == n_pages
-    storage = sum(page.tensor(c.name).untyped_storage().nbytes() for page in layer.pages for c in spec.components)
+    slabs = {page.slab for page in layer.pages}
+    storage = sum(slab.tensors[c.name].untyped_storage().nbytes() for slab in slabs for c in spec.components)
     assert storage == spec.resident_bytes(n_tokens, 16) == layer.n_bytes == state.n_bytes == pool.live_bytes
     if n_pages:
         list(layer.blocks(n_tokens, with_grads=True))
@@ -109,10 +110,11 @@ def test_one_layer_may_hold_latents_and_indexer_keys():
 
 def test_token_axis_lies_between_heads_and_width():
     k, v = UNEVEN_KV.components
-    assert k.page_shape(16) == (2, 16, 24)
-    assert v.page_shape(16) == (2, 16, 16)
+    assert k.empty_rows(16, CPU).shape == (2, 16, 24)
+    assert v.empty_rows(16, CPU).shape == (2, 16, 16)
+    assert v.empty_rows(16, CPU).stride() == (16, 2 * 16, 1), "token after token"
     assert k.token_dim == 1
-    assert MLA.components[0].page_shape(16) == (16, 512)
+    assert MLA.components[0].empty_rows(16, CPU).shape == (16, 512)
     assert MLA.components[0].token_dim == 0
 
 

@@ -2,39 +2,47 @@
 
 A page holds `page_tokens` rows of one layer's state. Pages are handed out to an owner, released explicitly, and reused.
 Reading a released page raises, and `audit()` lists every violation of the pool's own books.
+
+Pages that are asked for together lie next to each other in memory, so that kernels can read them as one tensor.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..errors import LifecycleError, UseAfterReleaseError
 from .specs import Component
 
-_FreeKey = tuple[tuple[Component, ...], torch.device]
+
+class Slab:
+    """Memory of adjacent pages: one tensor per component, contiguous token after token."""
+
+    def __init__(self, components: tuple[Component, ...], n_tokens: int, device: torch.device):
+        self.components = components
+        self.device = device
+        # Only pinned host memory is copied while a GPU computes.
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        self.tensors = {c.name: c.empty_rows(n_tokens, device, pinned=pinned) for c in components}
+
+    def rows(self, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Name -> `leading + (end - start,) + trailing`."""
+        return {c.name: self.tensors[c.name].narrow(c.token_dim, start, end - start) for c in self.components}
 
 
 class Page:
     """One page: a named set of tensors, each `leading + (page_tokens,) + trailing`. Obtain it from `PagePool`."""
 
-    def __init__(self, components: tuple[Component, ...], page_tokens: int, device: torch.device, number: int):
-        self.components = components
+    def __init__(self, slab: Slab, start: int, end: int, number: int):
+        self.slab = slab
+        self.start, self.end = start, end
         self.number = number
-        self.device = device
         self.owner: str | None = None
-        # Only pinned host memory is copied while a GPU computes.
-        pinned = device.type == "cpu" and torch.cuda.is_available()
-        self._tensors = {
-            c.name: torch.empty(c.page_shape(page_tokens), dtype=c.dtype, device=device, pin_memory=pinned)
-            for c in components
-        }
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(t.nbytes for t in self._tensors.values())
+        # Through `.data` each page counts its own writes, which is how a witness can name the page.
+        self._tensors = {name: rows.data for name, rows in slab.rows(start, end).items()}
+        self.n_bytes = sum(t.nbytes for t in self._tensors.values())
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole page of component `name`. Raises `UseAfterReleaseError` once the page was released."""
@@ -44,6 +52,13 @@ class Page:
                 "backward pass that reads it has run"
             )
         return self._tensors[name]
+
+    def version(self, name: str) -> int:
+        """Counts writes to component `name`, through this page or through its slab."""
+        return self._tensors[name]._version + self.slab.tensors[name]._version
+
+    def is_followed_by(self, other: Page) -> bool:
+        return self.slab is other.slab and self.end == other.start
 
     def fill_(self, value: float) -> None:
         for tensor in self._tensors.values():
@@ -63,7 +78,8 @@ class PagePool:
         self.page_tokens = page_tokens
         self.poison = poison
         self._live: dict[str, list[Page]] = {}
-        self._free: dict[_FreeKey, list[Page]] = defaultdict(list)
+        # Lists of all pages of one slab. Slabs do not know their pages: memory of a cycle would wait for a collection.
+        self._slabs: dict[tuple[tuple[Component, ...], torch.device], list[list[Page]]] = defaultdict(list)
         self._next_number = 0
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -74,30 +90,42 @@ class PagePool:
             raise LifecycleError(f"owner {owner!r} is open already")
         self._live[owner] = []
 
-    def allocate(self, owner: str, components: Sequence[Component], device: torch.device) -> Page:
-        """Hand one page to `owner`. Its content is undefined (NaN under `poison`)."""
+    def allocate(
+        self, owner: str, components: Sequence[Component], device: torch.device, n_pages: int = 1
+    ) -> list[Page]:
+        """Hand `n_pages` adjacent pages to `owner`. Their content is undefined (NaN under `poison`)."""
         if owner not in self._live:
             raise LifecycleError(f"owner {owner!r} is not open: open it first, or it was released already")
-        key = (tuple(components), device)
-        if self._free[key]:
-            page = self._free[key].pop()
-        else:
-            page = Page(key[0], self.page_tokens, device, self._next_number)
-            self._next_number += 1
-        page.owner = owner
-        if self.poison:
-            page.fill_(float("nan"))
-        self._live[owner].append(page)
-        self.live_bytes += page.n_bytes
+        slabs = self._slabs[tuple(components), device]
+        pages = next((run for slab in slabs if (run := _free_run(slab, n_pages))), None)
+        if pages is None:
+            slabs[:] = filter(_is_held, slabs)  # the others are too small, and the new one may need their memory
+            pages = self._new_slab(tuple(components), device, n_pages)
+            slabs.append(pages)
+        for page in pages:
+            page.owner = owner
+            if self.poison:
+                page.fill_(float("nan"))
+            self.live_bytes += page.n_bytes
+        self._live[owner] += pages
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return page
+        return pages
+
+    def _new_slab(self, components: tuple[Component, ...], device: torch.device, n_pages: int) -> list[Page]:
+        n = self.page_tokens
+        slab = Slab(components, n_pages * n, device)
+        pages = [Page(slab, i * n, (i + 1) * n, self._next_number + i) for i in range(n_pages)]
+        self._next_number += n_pages
+        return pages
 
     def release_pages(self, owner: str, pages: Sequence[Page]) -> None:
         """Take single pages back while `owner` stays open."""
         for page in pages:
             if page.owner != owner:
                 raise UseAfterReleaseError(f"page {page.number} belongs to {page.owner!r}, not to {owner!r}")
-            self._live[owner].remove(page)
+        taken = set(pages)
+        self._live[owner] = [page for page in self._live[owner] if page not in taken]
+        for page in taken:
             self._take_back(page)
 
     def release(self, owner: str) -> None:
@@ -112,21 +140,26 @@ class PagePool:
             page.fill_(float("nan"))
         page.owner = None
         self.live_bytes -= page.n_bytes
-        self._free[(page.components, page.device)].append(page)
 
     def trim(self) -> int:
-        """Drop all free pages and return their bytes."""
-        freed = self.free_bytes
-        self._free.clear()
-        return freed
+        """Drop all memory that holds free pages only, and return its bytes."""
+        before = self.free_bytes
+        for slabs in self._slabs.values():
+            slabs[:] = filter(_is_held, slabs)
+        return before - self.free_bytes
 
     @property
     def free_bytes(self) -> int:
-        return sum(page.n_bytes for pages in self._free.values() for page in pages)
+        return sum(page.n_bytes for page in self._pages() if page.owner is None)
 
     @property
     def owners(self) -> tuple[str, ...]:
         return tuple(self._live)
+
+    def _pages(self) -> Iterator[Page]:
+        for slabs in self._slabs.values():
+            for pages in slabs:
+                yield from pages
 
     def audit(self) -> list[str]:
         """Every violation of the books, one sentence each; an empty list is a clean pool."""
@@ -139,15 +172,31 @@ class PagePool:
                 if page.number in holder:
                     faults.append(f"page {page.number} is held by {holder[page.number]!r} and by {owner!r}")
                 holder[page.number] = owner
-        for pages in self._free.values():
-            for page in pages:
-                if page.owner is not None:
-                    faults.append(f"free page {page.number} still says owner {page.owner!r}")
-                if page.number in holder:
-                    faults.append(f"page {page.number} is free and held by {holder[page.number]!r}")
-                if self.poison and not all(bool(t.isnan().all()) for t in page._tensors.values()):
-                    faults.append(f"free page {page.number} was written after its release")
+        known = set()
+        for page in self._pages():
+            known.add(page.number)
+            if page.number in holder:
+                continue
+            if page.owner is not None:
+                faults.append(f"page {page.number} says {page.owner!r}, who does not list it")
+            if self.poison and not all(bool(t.isnan().all()) for t in page._tensors.values()):
+                faults.append(f"free page {page.number} was written after its release")
+        faults += [f"page {n} is held by {holder[n]!r} but is not in the pool" for n in holder if n not in known]
         live = sum(page.n_bytes for pages in self._live.values() for page in pages)
         if live != self.live_bytes:
             faults.append(f"live bytes are {live} but the books say {self.live_bytes}")
         return faults
+
+
+def _free_run(slab: list[Page], n_pages: int) -> list[Page]:
+    """The first `n_pages` free pages that lie next to each other; [] if there are not so many."""
+    run: list[Page] = []
+    for page in slab:
+        run = [] if page.owner is not None else [*run, page]
+        if len(run) == n_pages:
+            return run
+    return []
+
+
+def _is_held(slab: list[Page]) -> bool:
+    return any(page.owner is not None for page in slab)

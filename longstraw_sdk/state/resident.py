@@ -24,19 +24,23 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Block(NamedTuple):
-    """The valid rows of one page. `grads` is None where gradients are not collected."""
+    """The valid rows of one page, or of adjacent ones. `grads` is None where gradients are not collected."""
 
     values: Tensors
     grads: Tensors | None
 
 
 class PagedLayerState:
-    """Rows of one layer, one per prefix token that this rank runs, on pages owned by one prompt."""
+    """Rows of one layer, one per prefix token that this rank runs, on pages owned by one prompt.
 
-    def __init__(self, spec: PagedSpec, pool: PagePool, owner: str, device: torch.device):
+    `expected_tokens` is how many rows will come; their pages then lie next to each other.
+    """
+
+    def __init__(self, spec: PagedSpec, pool: PagePool, owner: str, device: torch.device, expected_tokens: int = 0):
         self.spec = spec
         self.components = spec.components
         self.device = device
+        self.expected_tokens = expected_tokens
         self.stager: Stager | None = None
         """Set where pages live in host memory: what is read, and gradients that are collected, pass through it."""
         self.n_tokens = 0
@@ -53,15 +57,22 @@ class PagedLayerState:
         n_new = rows[self.components[0].name].shape[self.components[0].token_dim + 1]
         done = 0
         while done < n_new:
-            used = self.n_tokens % self._pool.page_tokens
-            if used == 0:
-                self.pages.append(self._pool.allocate(self._owner, self.components, self.device))
-            n = min(self._pool.page_tokens - used, n_new - done)
+            index, used = divmod(self.n_tokens, self.page_tokens)
+            if index == len(self.pages):
+                self._add_pages(n_new - done)
+            n = min(self.page_tokens - used, n_new - done)
             for c in self.components:
                 source = rows[c.name][0].narrow(c.token_dim, done, n)
-                self.pages[-1].tensor(c.name).narrow(c.token_dim, used, n).copy_(source)
+                self.pages[index].tensor(c.name).narrow(c.token_dim, used, n).copy_(source)
             self.n_tokens += n
             done += n
+
+    def _add_pages(self, n_tokens: int) -> None:
+        """Pages for at least one of `n_tokens` further rows."""
+        # In host memory one by one: PyTorch rounds each pinned allocation up to a power of two.
+        wanted = 1 if self.stager is not None else max(n_tokens, self.expected_tokens - self.n_tokens)
+        n_pages = -(-wanted // self.page_tokens)
+        self.pages += self._pool.allocate(self._owner, self.components, self.device, n_pages)
 
     @property
     def page_tokens(self) -> int:
@@ -84,10 +95,16 @@ class PagedLayerState:
         """Page `index` of the first `limit` rows, on the compute device."""
         page = self.pages[index]
         whole = {c.name: page.tensor(c.name) for c in self.components}  # a released page raises, staged or not
+        first = index * self.page_tokens
+        n = min(self.page_tokens, limit - first)
         if self.stager is not None:
-            whole = self.stager.fetch(self.spec.layer)[self.spec.key][index]
-        n = min(self.page_tokens, limit - index * self.page_tokens)
+            return self._staged_rows(first, n)
         return {c.name: whole[c.name].narrow(c.token_dim, 0, n) for c in self.components}
+
+    def _staged_rows(self, first: int, n: int) -> dict[str, torch.Tensor]:
+        assert self.stager is not None
+        staged = self.stager.fetch(self.spec.layer)[self.spec.key]
+        return {c.name: staged[c.name].narrow(0, first, n).movedim(0, c.token_dim) for c in self.components}
 
     @contextmanager
     def accumulators(self, limit: int) -> Iterator[Callable[[int], Tensors | None]]:
@@ -128,8 +145,37 @@ class PagedLayerState:
             with self.accumulators(limit) as of_page:
                 yield Block(values, of_page(index))
 
+    def runs(self, limit: int, *, with_grads: bool = False) -> Iterator[Block]:
+        """The first `limit` rows in as few blocks as memory allows, usually one; gradients as in `blocks`."""
+        if self.stager is not None:
+            if with_grads:  # gradients visit page by page
+                yield from self.blocks(limit, with_grads=True)
+            elif limit:
+                self.values(0, limit)  # a released page raises
+                yield Block(self._staged_rows(0, limit), None)
+            return
+        if with_grads and self._accumulator_components:
+            self._ensure_accumulators()
+            self.has_gradient = True
+        for first, last in self._adjacent(-(-limit // self.page_tokens)):
+            n = min(limit, (last + 1) * self.page_tokens) - first * self.page_tokens
+            sums = _adjacent_rows(self._accumulators[first : last + 1], n) if with_grads else None
+            yield Block(_adjacent_rows(self.pages[first : last + 1], n), sums or None)
+
+    def _adjacent(self, n_pages: int) -> Iterator[tuple[int, int]]:
+        """First and last index of pages that lie next to each other, and so do their accumulators."""
+        first = 0
+        for index in range(n_pages):
+            together = index + 1 < n_pages and all(
+                pages[index].is_followed_by(pages[index + 1]) for pages in (self.pages, self._accumulators) if pages
+            )
+            if not together:
+                yield first, index
+                first = index + 1
+
     def page_tensors(self) -> PageTensors:
-        return [{c.name: page.tensor(c.name) for c in self.components} for page in self.pages]
+        """The pages for staging, token after token: name -> [page_tokens, *leading, *trailing]."""
+        return [{c.name: page.tensor(c.name).movedim(c.token_dim, 0) for c in self.components} for page in self.pages]
 
     def cotangents(self, start: int, end: int) -> dict[str, torch.Tensor]:
         """Collected gradients of rows `start` to `end`: name -> [1, *leading, end - start, *trailing]; {} if none."""
@@ -170,10 +216,20 @@ class PagedLayerState:
 
     def _ensure_accumulators(self) -> None:
         components = self._accumulator_components
-        while len(self._accumulators) < len(self.pages):
-            page = self._pool.allocate(self._owner, components, self.device)
-            page.fill_(0.0)
-            self._accumulators.append(page)
+        while missing := len(self.pages) - len(self._accumulators):
+            n_pages = 1 if self.stager is not None else missing
+            pages = self._pool.allocate(self._owner, components, self.device, n_pages)
+            for page in pages:
+                page.fill_(0.0)
+            self._accumulators += pages
+
+
+def _adjacent_rows(pages: Sequence[Page], n: int) -> dict[str, torch.Tensor]:
+    """The first `n` rows of adjacent pages; {} of no pages."""
+    for page in pages:
+        for name in page.slab.tensors:
+            page.tensor(name)  # a released page raises
+    return pages[0].slab.rows(pages[0].start, pages[0].start + n) if pages else {}
 
 
 def _rows(page: Page, components: Sequence[Component], start: int, end: int) -> dict[str, torch.Tensor]:
@@ -221,6 +277,9 @@ class PagedView(NamedTuple):
 
     def blocks(self, *, with_grads: bool = False) -> Iterator[Block]:
         return self.layer_state.blocks(self.limit, with_grads=with_grads and self.accumulate)
+
+    def runs(self, *, with_grads: bool = False) -> Iterator[Block]:
+        return self.layer_state.runs(self.limit, with_grads=with_grads and self.accumulate)
 
 
 class RecurrentLayerState:
@@ -318,8 +377,9 @@ class ResidentState:
         self.owned: list[int] = [0]
         """Rows that this rank keeps of the tokens before each boundary."""
         pool.open(owner)
+        n_own = -(-len(prefix_ids) // (1 if context is None else context.size))
         self.paged: dict[StateKey, PagedLayerState] = {
-            spec.key: PagedLayerState(spec, pool, owner, device) for spec in specs if isinstance(spec, PagedSpec)
+            spec.key: PagedLayerState(spec, pool, owner, device, n_own) for spec in specs if isinstance(spec, PagedSpec)
         }
         self.recurrent: dict[StateKey, RecurrentLayerState] = {
             spec.key: RecurrentLayerState(spec) for spec in specs if isinstance(spec, RecurrentSpec)

@@ -23,8 +23,8 @@ StateKey = tuple[int, str]
 class Component:
     """One tensor of a layer's state.
 
-    A paged component is stored as `leading + (page_tokens,) + trailing`; a recurrent one as `leading + trailing`. In a
-    model's forward every component has a batch axis in front of it.
+    Rows of a paged component are `leading + (n_tokens,) + trailing`, in memory token after token; a recurrent one is
+    `leading + trailing`. In a model's forward every component has a batch axis in front of it.
     """
 
     name: str
@@ -47,12 +47,14 @@ class Component:
         """Bytes of the gradient accumulator, in the same unit as `n_bytes`; 0 where no gradient flows."""
         return self.n_elements * accumulation_dtype(self.dtype).itemsize if self.differentiable else 0
 
-    def page_shape(self, page_tokens: int) -> tuple[int, ...]:
-        return (*self.leading, page_tokens, *self.trailing)
+    def empty_rows(self, n_tokens: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+        """Memory for `n_tokens` rows of a paged component."""
+        shape = (n_tokens, *self.leading, *self.trailing)
+        return torch.empty(shape, dtype=self.dtype, device=device, pin_memory=pinned).movedim(0, self.token_dim)
 
     @property
     def token_dim(self) -> int:
-        """Index of the token axis of a page of this component."""
+        """Index of the token axis of rows of this component."""
         return len(self.leading)
 
 

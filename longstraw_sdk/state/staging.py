@@ -15,14 +15,17 @@ import torch
 from .specs import StateKey
 
 PageTensors = list[dict[str, torch.Tensor]]
-"""One dict of component tensors per page."""
+"""One dict per page: component name -> [page_tokens, ...]."""
+
+Rows = dict[str, torch.Tensor]
+"""Component name -> [tokens, ...]."""
 
 
 class Link(Protocol):
     """Moves pages to the compute device."""
 
-    def start(self, layer: int, pages: PageTensors) -> Callable[[], PageTensors]:
-        """Begin to copy; the function that is returned waits for the copies and hands them out."""
+    def start(self, layer: int, pages: PageTensors) -> Callable[[], Rows]:
+        """Begin to copy; the function that is returned waits for the copies and hands them out, page after page."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,24 @@ class CudaLink:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
-    def start(self, layer: int, pages: PageTensors) -> Callable[[], PageTensors]:
+    def start(self, layer: int, pages: PageTensors) -> Callable[[], Rows]:
+        copies: Rows = {}
         with torch.cuda.stream(self._stream):
-            copies = [{name: t.to(self.device, non_blocking=True) for name, t in page.items()} for page in pages]
+            for name in pages[0] if pages else ():
+                sources = [page[name] for page in pages]
+                n_tokens = sum(len(source) for source in sources)
+                copies[name] = torch.empty(n_tokens, *sources[0].shape[1:], dtype=sources[0].dtype, device=self.device)
+                end = 0
+                for source in sources:
+                    start, end = end, end + len(source)
+                    copies[name][start:end].copy_(source, non_blocking=True)
         done = self._stream.record_event()
 
-        def wait() -> PageTensors:
+        def wait() -> Rows:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(done)
-            for page in copies:
-                for tensor in page.values():
-                    tensor.record_stream(current)
+            for tensor in copies.values():
+                tensor.record_stream(current)
             return copies
 
         return wait
@@ -77,13 +87,13 @@ class Stager:
         self._link = link
         self._layers = list(layers)
         self._pages_of = pages_of
-        self._waiting: dict[int, dict[StateKey, Callable[[], PageTensors]]] = {}
-        self._ready: dict[int, dict[StateKey, PageTensors]] = {}
+        self._waiting: dict[int, dict[StateKey, Callable[[], Rows]]] = {}
+        self._ready: dict[int, dict[StateKey, Rows]] = {}
         self._last = -1
         self._step = 1
 
-    def fetch(self, layer: int) -> dict[StateKey, PageTensors]:
-        """The staged pages of every state kind of `layer`; starts the copies of the next layer."""
+    def fetch(self, layer: int) -> dict[StateKey, Rows]:
+        """The staged rows of every state kind of `layer`; starts the copies of the next layer."""
         place = self._layers.index(layer)
         if layer not in self._ready:
             if layer not in self._waiting:

@@ -72,18 +72,27 @@ def _entries(state: ResidentState, with_digest: bool) -> Iterator[WitnessEntry]:
             for component in paged.components:
                 tensor = page.tensor(component.name)
                 place = f"page {index} (allocation {page.number})"
-                yield _entry(layer, kind, place, component.name, tensor, paged.n_tokens, with_digest)
+                version = page.version(component.name)
+                yield _entry(layer, kind, place, component.name, tensor, version, paged.n_tokens, with_digest)
     for (layer, kind), recurrent in state.recurrent.items():
         for boundary, tensors in recurrent.boundaries.items():
             for name, tensor in tensors.items():
-                yield _entry(layer, kind, f"boundary {boundary}", name, tensor, state.bounds[boundary], with_digest)
+                place, n_tokens = f"boundary {boundary}", state.bounds[boundary]
+                yield _entry(layer, kind, place, name, tensor, tensor._version, n_tokens, with_digest)
 
 
 def _entry(
-    layer: int, kind: str, place: str, component: str, tensor: torch.Tensor, n_tokens: int, with_digest: bool
+    layer: int,
+    kind: str,
+    place: str,
+    component: str,
+    tensor: torch.Tensor,
+    version: int,
+    n_tokens: int,
+    with_digest: bool,
 ) -> WitnessEntry:
     digest = None
     if with_digest:
         raw = tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
         digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
-    return WitnessEntry(layer, kind, place, component, tensor.data_ptr(), tensor._version, n_tokens, digest)
+    return WitnessEntry(layer, kind, place, component, tensor.data_ptr(), version, n_tokens, digest)
