@@ -16,7 +16,7 @@ from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.ops import prefix_attention
 from longstraw_sdk.state import AttentionKVSpec, PagedLayerState, PagedView, PagePool
 
-operator = importlib.import_module("longstraw_sdk.ops.prefix_attention")
+operator = importlib.import_module("longstraw_sdk.ops.attention_reference")
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
 

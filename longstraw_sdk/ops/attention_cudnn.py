@@ -1,0 +1,226 @@
+"""The parts of prefix attention on CUDA by cuDNN, which returns the log-sum-exp and takes grouped heads.
+
+Its backward accepts the output and the log-sum-exp of the whole row, so that it gives the gradient of one part of the
+keys. Where nobody collects gradients of the prefix, a kernel of our own computes those of the queries alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..state.resident import Block, PagedView
+from .attention_parts import Gradients, Part, merge_parts
+from .attention_reference import ReferenceAttention
+from .query_gradient import has_kernel, query_gradient
+
+KEYS_PER_CALL = 131_072
+"""Rows of the prefix per kernel. Bounds what its backward allocates for them: 268 MB twice at 4 heads of 256."""
+
+FEW_QUERIES = 1024
+"""Up to so many queries [N] per head the keys are split over the batch axis, so that all of the device computes."""
+
+KEYS_PER_SPLIT = 4096
+
+
+class CudnnAttention:
+    """Implements `AttentionOperator` for bfloat16 and float16."""
+
+    name = "cudnn"
+    needs_out = True
+
+    def attend_causally(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
+        batch = _batch_first(q)
+        parts = []
+        for keys, causal in _causal_parts(q, k):
+            out, lse = _forward(batch, _rows(k, keys), _rows(v, keys), causal, scale)
+            parts.append((_groups_first(out, q).float(), _groups_first(lse[..., None], q)[..., 0]))
+        return merge_parts(parts)
+
+    def back_causally(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Gradients, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert row.out is not None
+        d_q = torch.zeros_like(q, dtype=torch.float32)
+        d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+        d_out, queries, out, lse = (_batch_first(x) for x in (row.d_out, q, row.out, row.lse[..., None]))
+        for keys, causal in _causal_parts(q, k):
+            found = _backward(d_out, queries, _rows(k, keys), _rows(v, keys), out, lse, causal, scale)
+            d_q += _groups_first(found[0], q)
+            d_k[:, :, keys] += found[1].transpose(0, 1)
+            d_v[:, :, keys] += found[2].transpose(0, 1)
+        return d_q, d_k, d_v
+
+    def attend_to_pages(self, q: torch.Tensor, view: PagedView, scale: float, value_dim: int) -> Part:
+        parts = [
+            _attend_split(q, k, v, scale) if q.shape[1] <= FEW_QUERIES else _attend(q, k, v, scale)
+            for k, v, _ in _pieces(view, with_grads=False)
+        ]
+        if parts:
+            return merge_parts(parts)
+        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+        return q.new_zeros(*q.shape[:-1], value_dim, dtype=torch.float32), lse
+
+    def back_to_pages(self, q: torch.Tensor, row: Gradients, view: PagedView, scale: float) -> torch.Tensor:
+        assert row.out is not None
+        d_q = torch.zeros_like(q, dtype=torch.float32)
+        for k, v, grads in _pieces(view, with_grads=True):
+            if grads is None and has_kernel(q.shape[-1]):
+                query_gradient(q, k, v, row.d_out, row.lse, row.delta, scale, d_q)
+                continue
+            given = (row.d_out[None], q[None], k[None], v[None], row.out[None], row.lse[None, ..., None])
+            found = _backward(*given, False, scale)
+            d_q += found[0][0]
+            if grads is not None:
+                grads[0].add_(found[1][0])
+                grads[1].add_(found[2][0])
+        return d_q
+
+
+Piece = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]
+
+
+def _pieces(view: PagedView, *, with_grads: bool) -> Iterator[Piece]:
+    """Keys and values [Hkv, n, D] of the prefix, and their gradients if they are collected."""
+    block: Block
+    for block in view.runs(with_grads=with_grads):
+        k, v = block.values["k"], block.values["v"]
+        for start in range(0, k.shape[1], KEYS_PER_CALL):
+            keys = slice(start, min(start + KEYS_PER_CALL, k.shape[1]))
+            grads = None if block.grads is None else (block.grads["k"][:, keys], block.grads["v"][:, keys])
+            yield k[:, keys], v[:, keys], grads
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
+    out, lse = _forward(q[None], k[None], v[None], False, scale)
+    return out[0].float(), lse[0]
+
+
+def _attend_split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
+    """The same, with runs of `KEYS_PER_SPLIT` keys as a batch."""
+    n_splits = k.shape[1] // KEYS_PER_SPLIT
+    parts = []
+    if n_splits:
+        whole = n_splits * KEYS_PER_SPLIT
+        split_k, split_v = (x[:, :whole].unflatten(1, (n_splits, KEYS_PER_SPLIT)).transpose(0, 1) for x in (k, v))
+        out, lse = _forward(q.expand(n_splits, *q.shape), split_k, split_v, False, scale)
+        total = lse.logsumexp(0)
+        parts.append(((out.float() * torch.exp(lse - total)[..., None]).sum(0), total))
+    if k.shape[1] % KEYS_PER_SPLIT:
+        rest = slice(n_splits * KEYS_PER_SPLIT, None)
+        parts.append(_attend(q, k[:, rest], v[:, rest], scale))
+    return merge_parts(parts)
+
+
+def _causal_parts(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, bool]]:
+    """cuDNN's causal mask begins at the first key: keys before the first query are a part of their own."""
+    before = k.shape[2] - q.shape[3]
+    if before:
+        yield slice(0, before), False
+    yield slice(before, None), True
+
+
+def _rows(x: torch.Tensor, keys: slice) -> torch.Tensor:
+    """[Hkv, B, L, D] -> [B, Hkv, n, D]."""
+    return x[:, :, keys].transpose(0, 1)
+
+
+def _batch_first(x: torch.Tensor) -> torch.Tensor:
+    """[Hkv, B, g, T, D] -> contiguous [B, Hq, T, D]."""
+    return x.transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _groups_first(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[B, Hq, T, D] -> [Hkv, B, g, T, D] as `q`."""
+    return x.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
+
+
+# cuDNN through PyTorch. [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv]; log-sum-exp [B, Hq, T] in float32.
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Part:
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return found[0], found[1].reshape(q.shape[:-1]).float()
+
+
+def _backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, given output and log-sum-exp [B, Hq, T, 1] over all keys of the row."""
+    unused = torch.zeros(2, 1, dtype=torch.int64, device=q.device)  # of dropout, which there is not
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        d_out.contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        unused[0],
+        unused[1],
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
+    return found[0], found[1], found[2]
+
+
+def why_not_cudnn(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+    """What keeps this operator from being used, or None after a trial on the device that agreed with the reference."""
+    if device.type != "cuda":
+        return f"cuDNN needs CUDA, not {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"cuDNN computes in bfloat16 and float16, not {dtype}"
+    if dim != value_dim or dim % 8 or dim > 256:
+        return f"heads of {dim} and {value_dim} numbers are not equal multiples of 8 up to 256"
+    if not torch.backends.cudnn.is_available():
+        return "this PyTorch has no cuDNN"
+    try:
+        return _trial(device, dtype, dim)
+    except RuntimeError as error:
+        return f"a trial failed: {str(error).splitlines()[0]}"
+
+
+MAX_TRIAL_ERROR = 0.03
+"""Relative L2 of bfloat16 against float32 in the trial; 3e-3 was measured on an H200, so this finds what is wrong."""
+
+
+def _trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+    """Causal attention of 2 rows of 64 tokens behind 64 others, beside the reference."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((2, 2, 2, 64, dim), (2, 2, 128, dim), (2, 2, 128, dim), (2, 2, 2, 64, dim))
+    q, k, v, d_out = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
+    scale = dim**-0.5
+    found = _both_ways(CudnnAttention(), q, k, v, d_out, scale)
+    wanted = _both_ways(ReferenceAttention(), q.float(), k.float(), v.float(), d_out.float(), scale)
+    for name, a, b in zip(("output", "gradient of queries", "of keys", "of values"), found, wanted, strict=True):
+        error = float((a.float() - b).norm() / b.norm())
+        if not error <= MAX_TRIAL_ERROR:
+            return f"in a trial its {name} was off by {error:.1e} (relative L2)"
+    return None
+
+
+def _both_ways(
+    operator: CudnnAttention | ReferenceAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    d_out: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    out, lse = operator.attend_causally(q, k, v, scale)
+    out = out.to(q.dtype)
+    row = Gradients(d_out, lse, (out.to(lse.dtype) * d_out.to(lse.dtype)).sum(-1), out)
+    return (out, *operator.back_causally(q, k, v, row, scale))
