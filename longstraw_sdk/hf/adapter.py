@@ -15,6 +15,7 @@ from ..types import CausalLM
 from .attention import bound_name, resident_forward
 from .cache import KVLayer, RecurrentLayer, ResidentCache
 from .checks import find_problems, layer_types_of
+from .lora import swap_lora_linears
 
 
 class TransformersAdapter(ResidentStateAdapter):
@@ -69,6 +70,7 @@ class TransformersAdapter(ResidentStateAdapter):
 
     def bind(self, model: CausalLM) -> Callable[[], None]:
         uninstall = self.install(model)
+        unswap = swap_lora_linears(model)
         # transformers drops the cache of a checkpointed layer unless the layer says that it only reads it. A resident
         # cache is only read: its updates are functional.
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -77,6 +79,7 @@ class TransformersAdapter(ResidentStateAdapter):
             layer._can_checkpoint_with_cache = True
 
         def unbind() -> None:
+            unswap()
             uninstall()
             for layer, flag in zip(layers, flags, strict=True):
                 if flag is None:

@@ -1,0 +1,70 @@
+"""PEFT's LoRA linears of a narrow model, computed by `lora_linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..lora import lora_layers
+from ..ops import lora_linear
+from ..types import CausalLM
+from .swap import swap_classes
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def swap_lora_linears(model: CausalLM) -> Callable[[], None]:
+    """Let `model`'s plain LoRA linears compute without float32 activations; returns the function that undoes it."""
+    layers = lora_layers(model)
+    if not layers:
+        return lambda: None
+    from peft.tuners.lora import Linear
+
+    narrow = _narrow_linear(Linear)
+    return swap_classes((layer, narrow, {}) for layer in layers if type(layer) is Linear)
+
+
+def _narrow_linear(stock: Any) -> type:
+    class NarrowLoRALinear(stock):
+        """Computes what PEFT computes; whatever is not one plain adapter on a plain linear goes to PEFT."""
+
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            name = None if args or kwargs else _plain_adapter(self, x)
+            if name is None:
+                out: torch.Tensor = super().forward(x, *args, **kwargs)
+                return out
+            base = self.base_layer
+            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            return lora_linear(x, base.weight, base.bias, a, b, self.scaling[name])
+
+    return NarrowLoRALinear
+
+
+def _plain_adapter(layer: Any, x: torch.Tensor) -> str | None:
+    """The one adapter that acts on this forward, if `lora_linear` computes all that PEFT would."""
+    if x.dtype not in NARROW or torch.is_autocast_enabled(x.device.type) or layer.disable_adapters or layer.merged:
+        return None
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1 or active[0] in layer.lora_variant:
+        return None
+    parts = (layer.base_layer, layer.lora_A[active[0]], layer.lora_B[active[0]])
+    if not all(type(part) is nn.Linear and _is_bare(part) for part in parts):
+        return None
+    base, a, b = parts
+    dropout = layer.lora_dropout[active[0]]
+    drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
+    plain = base.weight.dtype == x.dtype and a.bias is None and b.bias is None and not drops
+    return active[0] if plain and not _is_trained(base) else None
+
+
+def _is_bare(module: Any) -> bool:
+    """Whether nothing watches or replaces the module's forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and "forward" not in vars(module)
+
+
+def _is_trained(linear: nn.Linear) -> bool:
+    return any(p.requires_grad for p in linear.parameters())
