@@ -5,10 +5,12 @@ import dataclasses
 import hashlib
 import importlib
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from rank_cases import dist_size, rank, said, tokens
+from torch import distributed as dist
 
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.backends import AccelerateBackend, accelerate
@@ -37,6 +39,14 @@ def whole_model(**options):
     return tiny_model("glm52", **{"n_layers": 6, **options})
 
 
+def one_by_one(calls):
+    """The results of `calls` on every rank, each of which one rank makes."""
+    own = calls[rank()]() if rank() < len(calls) else None
+    found = [None] * dist_size()
+    dist.all_gather_object(found, own)
+    return found[: len(calls)]
+
+
 def own_part(model, expert_size):
     return keep_expert_shard(copy.deepcopy(model), rank() % expert_size, expert_size)
 
@@ -49,17 +59,21 @@ def parity(context_size, expert_size, case, fault=None, other_prompts=False, **o
     if other_prompts:  # lengths differ too
         cases = [dataclasses.replace(c, prompt_tokens=c.prompt_tokens - 7 * i) for i, c in enumerate(cases)]
     own = rank() // context_size
-    model, adapter = whole_model(**options), GLM52Adapter()
+    model, adapter = whole_model(**{"n_layers": 4, **options}), GLM52Adapter()
     with float64_upcasts() if case.dtype == "float64" else nullcontext(), pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             FAULTS[fault](patch)
         part = own_part(_cast(model, case.dtype), expert_size)
         found = replay_run(part, cases[own], adapter)
         found = dataclasses.replace(found, gradients=adapter.gather_shards(base_model_of(part), found.gradients))
-        references = [conventional_run(_cast(model, case.dtype), c, GLM52Adapter()) for c in cases]
+        references = one_by_one([partial(conventional_run, _cast(model, case.dtype), c, GLM52Adapter()) for c in cases])
     names = references[0].gradients
     mean = {n: torch.stack([r.gradients[n] for r in references]).mean(0) for n in names}
     return _compare(case, found, dataclasses.replace(references[own], gradients=mean), 0.0)
+
+
+def deep_parity(context_size, expert_size, case):
+    return parity(context_size, expert_size, case, n_layers=6)
 
 
 def _over_the_context(patch):
@@ -182,7 +196,8 @@ def two_steps(context_size, expert_size, lr=0.05):
 
 def sampled(context_size, expert_size):
     """Rows drawn from a seed, and what a stock forward of the bound model says of them."""
-    part = own_part(whole_model(), expert_size) if dist_size() > 1 else whole_model()
+    model = whole_model(n_layers=4)
+    part = own_part(model, expert_size) if dist_size() > 1 else model
     sizes = {"context_parallel_size": context_size, "expert_parallel_size": expert_size}
     with LongStrawSession(part, chunk_tokens=16, page_tokens=8, **sizes) as session:
         with session.capture(tokens(37)) as prefix:
@@ -223,7 +238,8 @@ def uneven_work(context_size, expert_size, scope="full", idle=False, fault=None,
                         (prefix.replay(row).logps * weight).sum().backward()
             result = session.finalize()
         found = adapter.gather_shards(base_model_of(part), _gradients(part))
-        wanted = [conventional_run(copy.deepcopy(model), c).gradients for c in cases[: n_contexts - idle]]
+        runs = one_by_one([partial(conventional_run, copy.deepcopy(model), c) for c in cases[: n_contexts - idle]])
+        wanted = [run.gradients for run in runs]
     total = torch.cat([sum(w[n] for w in wanted).flatten() for n in found]) / n_contexts
     return relative_l2(torch.cat([found[n].flatten() for n in found]), total), result.n_sweeps
 

@@ -114,12 +114,23 @@ def test_checkpointing_and_packing_on_four_ranks(four_ranks):
 
 @pytest.mark.parametrize(("scope", "prefix_adapter"), MODES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen36"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_low_precision(two_ranks, architecture, scope, prefix_adapter, dtype):
-    check(two_ranks, architecture, ParityCase(dtype, scope, prefix_adapter))
+def test_float32(two_ranks, architecture, scope, prefix_adapter):
+    check(two_ranks, architecture, ParityCase("float32", scope, prefix_adapter))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [
+        pytest.param(architecture, mode, marks=() if (architecture, mode) == ("llama", FULL) else pytest.mark.slow)
+        for architecture in ("llama", "qwen36")
+        for mode in MODES
+    ],
+)
+def test_bfloat16(two_ranks, architecture, mode):
+    check(two_ranks, architecture, ParityCase("bfloat16", *mode))
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_low_precision_on_four_ranks(four_ranks, dtype):
     check(four_ranks, "qwen36", ParityCase(dtype))
 

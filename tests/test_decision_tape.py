@@ -24,7 +24,14 @@ def prompt_and_rows():
     )
 
 
-@pytest.mark.parametrize("mode", [{}, {"gradient_scope": "response"}, {"prefix_adapter": "frozen"}])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        pytest.param({"gradient_scope": "response"}, marks=pytest.mark.slow),
+        pytest.param({"prefix_adapter": "frozen"}, marks=pytest.mark.slow),
+    ],
+)
 def test_bfloat16_with_the_tape_is_as_exact_as_conventional_bfloat16(model, mode):
     adapter = GLM52Adapter(tape="replay")
     result = check_parity(model, ParityCase("bfloat16", **mode), adapter)

@@ -17,7 +17,13 @@ MODES = [("full", "live"), ("response", "live"), ("full", "frozen")]
 SIZES = [(2, 2, 2), (4, 4, 4), (4, 2, 2), (4, 4, 2)]
 """Ranks, ranks per context, ranks per set of experts."""
 
+slow = pytest.mark.slow
+
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def short(dtype, *mode, **changes):
+    return ParityCase(dtype, *mode, **({"prompt_tokens": 50} | changes))
 
 
 def assert_parity(results, dtype):
@@ -27,16 +33,26 @@ def assert_parity(results, dtype):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("scope", "prefix_adapter"), MODES)
+@pytest.mark.parametrize(("scope", "prefix_adapter"), [MODES[0], *(pytest.param(*m, marks=slow) for m in MODES[1:])])
 def test_float64(rank_pools, sizes, scope, prefix_adapter):
     assert_parity(
-        rank_pools[sizes[0]].run(cases.parity, *sizes[1:], ParityCase("float64", scope, prefix_adapter)), "float64"
+        rank_pools[sizes[0]].run(cases.parity, *sizes[1:], short("float64", scope, prefix_adapter)), "float64"
     )
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("scope", "prefix_adapter"), MODES[1:])
+def test_float64_of_other_gradients(rank_pools, scope, prefix_adapter):
+    case = short("float64", scope, prefix_adapter)
+    assert_parity(rank_pools[4].run(cases.parity, 4, 2, case), "float64")
+
+
+def test_float64_of_six_layers_and_a_longer_prompt(rank_pools):
+    assert_parity(rank_pools[2].run(cases.deep_parity, 2, 2, ParityCase("float64")), "float64")
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 4, 2), *(pytest.param(s, marks=slow) for s in SIZES[1:3])], ids=str)
 def test_float32(rank_pools, sizes):
-    assert_parity(rank_pools[sizes[0]].run(cases.parity, *sizes[1:], ParityCase("float32")), "float32")
+    assert_parity(rank_pools[sizes[0]].run(cases.parity, *sizes[1:], short("float32")), "float32")
 
 
 @pytest.mark.parametrize(
@@ -45,26 +61,26 @@ def test_float32(rank_pools, sizes):
         {"prompt_tokens": 1},
         {"prompt_tokens": 2},
         {"prompt_tokens": 3, "response_tokens": (1, 1)},
-        {"chunk_tokens": 7, "page_tokens": 3},
+        {"chunk_tokens": 13, "page_tokens": 3},
         {"gradient_checkpointing": True},
         {"replay_tokens": 48},
     ],
     ids=str,
 )
 def test_float64_whatever_the_lengths(rank_pools, changes):
-    assert_parity(rank_pools[2].run(cases.parity, 2, 2, ParityCase("float64", **changes)), "float64")
+    assert_parity(rank_pools[2].run(cases.parity, 2, 2, short("float64", **changes)), "float64")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(m, marks=slow) for m in MODES[1:])])
 def test_contexts_with_prompts_of_their_own(rank_pools, mode):
-    found = rank_pools[4].run(cases.parity, 2, 2, ParityCase("float64", *mode), None, True)
+    found = rank_pools[4].run(cases.parity, 2, 2, short("float64", *mode), None, True)
     assert_parity(found, "float64")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 4, 4)], ids=str)
 def test_ranks_whose_experts_nobody_asks(rank_pools, sizes, checkpointing):
-    case = ParityCase("float64", gradient_checkpointing=checkpointing)
+    case = short("float64", gradient_checkpointing=checkpointing)
     found = rank_pools[sizes[0]].run(cases.routed_to_few, *sizes[1:], case)
     assert_parity([result for result, *_ in found], "float64")
     assert found[0][1] > 0
@@ -82,13 +98,13 @@ def test_ranks_whose_experts_nobody_asks(rank_pools, sizes, checkpointing):
     ],
 )
 def test_control(rank_pools, fault, sizes):
-    found = rank_pools[sizes[0]].run(cases.parity, *sizes[1:], ParityCase("float32"), fault)
+    found = rank_pools[sizes[0]].run(cases.parity, *sizes[1:], short("float32"), fault)
     assert all(result.gradient_error > 1e-2 for result in found), found
 
 
 def test_control_experts_without_their_mark_are_refused(rank_pools):
     with pytest.raises(RuntimeError, match="hold different weights"):
-        rank_pools[2].run(cases.parity, 2, 2, ParityCase("float32"), "experts not marked")
+        rank_pools[2].run(cases.parity, 2, 2, short("float32"), "experts not marked")
 
 
 @pytest.mark.parametrize("scope", ["full", "response", "frozen"])
@@ -118,7 +134,7 @@ def test_contexts_that_share_experts_keep_to_the_order(rank_pools, what, message
         assert error is not None and message in error, error
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 4, 2), *(pytest.param(s, marks=slow) for s in SIZES[1:3])], ids=str)
 def test_two_optimizer_steps_give_one_adapter(rank_pools, sizes):
     losses, adapter, _ = cases.two_steps(1, 1)
     found = rank_pools[sizes[0]].run(cases.two_steps, *sizes[1:])

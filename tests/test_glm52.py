@@ -60,8 +60,14 @@ def stock_log_probs(model, prompt, row):
 # --- parity ---
 
 
-@pytest.mark.parametrize(("scope", "prefix_adapter"), MODES)
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("scope", "prefix_adapter", "dtype"),
+    [
+        pytest.param(*mode, dtype, marks=pytest.mark.slow if dtype == "bfloat16" and mode != MODES[0] else ())
+        for mode in MODES
+        for dtype in ("float64", "float32", "bfloat16")
+    ],
+)
 def test_parity_in_every_mode_and_precision(scope, prefix_adapter, dtype):
     result = check_parity(make(), ParityCase(dtype, scope, prefix_adapter))
     assert result.passed, result

@@ -82,20 +82,20 @@ def test_one_process_without_a_launcher_is_refused():
 @pytest.mark.parametrize("architecture", ["llama", "qwen36"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_parity(rank_pools, architecture, dtype):
-    found = rank_pools[2].run(cases.parity, architecture, ParityCase(dtype))
+    found = rank_pools[2].run(cases.parity, architecture, ParityCase(dtype, prompt_tokens=50))
     assert_parity([result for result, _ in found], dtype)
     assert [n_finalized for _, n_finalized in found] == [1, 1]
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [((2, 2, 2), "float32"), ((4, 4, 4), "float64"), ((4, 4, 2), "float64")])
 def test_parity_with_experts_on_several_ranks(rank_pools, sizes, dtype):
-    found = rank_pools[sizes[0]].run(cases.expert_parity, *sizes[1:], ParityCase(dtype))
+    found = rank_pools[sizes[0]].run(cases.expert_parity, *sizes[1:], ParityCase(dtype, prompt_tokens=50))
     assert_parity([result for result, *_ in found], dtype)
     assert all(n_finalized == 1 and n_dispatched > 0 for _, n_finalized, n_dispatched in found)
 
 
 def test_parity_of_contexts_with_prompts_of_their_own(rank_pools):
-    found = rank_pools[4].run(cases.expert_parity, 2, 2, ParityCase("float64"), None, True)
+    found = rank_pools[4].run(cases.expert_parity, 2, 2, ParityCase("float64", prompt_tokens=50), None, True)
     assert_parity([result for result, *_ in found], "float64")
 
 
@@ -108,7 +108,7 @@ def test_contexts_that_share_experts_may_differ_in_all_they_do(rank_pools, sizes
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_ranks_whose_experts_nobody_asks(rank_pools, checkpointing):
-    case = ParityCase("float64", gradient_checkpointing=checkpointing)
+    case = ParityCase("float64", gradient_checkpointing=checkpointing, prompt_tokens=50)
     found = rank_pools[2].run(cases.routed_to_few, 2, 2, case)
     assert_parity([result for result, *_ in found], "float64")
     assert found[0][1] > 0
@@ -116,13 +116,15 @@ def test_ranks_whose_experts_nobody_asks(rank_pools, checkpointing):
 
 
 def test_control_megatrons_own_scaling_divides_by_all_ranks(rank_pools):
-    for result, _ in rank_pools[2].run(cases.parity, "llama", ParityCase("float32"), "scaled by default"):
+    for result, _ in rank_pools[2].run(
+        cases.parity, "llama", ParityCase("float32", prompt_tokens=50), "scaled by default"
+    ):
         assert result.gradient_error == pytest.approx(0.5, abs=1e-4)
 
 
 @pytest.mark.parametrize("fault", ["experts not marked", "LoRA B cut expert by expert"])
 def test_control_experts(rank_pools, fault):
-    for result, *_ in rank_pools[2].run(cases.expert_parity, 2, 2, ParityCase("float32"), fault):
+    for result, *_ in rank_pools[2].run(cases.expert_parity, 2, 2, ParityCase("float32", prompt_tokens=50), fault):
         assert result.gradient_error > 1e-2, result
 
 

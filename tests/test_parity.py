@@ -21,9 +21,18 @@ def flat(gradients):
     return torch.cat([g.flatten() for g in gradients.values()])
 
 
-@pytest.mark.parametrize(("architecture", "n_layers"), MODELS)
-@pytest.mark.parametrize(("scope", "prefix_adapter"), MODES)
-@pytest.mark.parametrize("prompt_tokens", [1, 2, 65, 100])
+def sweep(cases, is_slow):
+    """Parameters of a test, those of a long sweep under the marker that leaves them out by default."""
+    return [pytest.param(*case, marks=pytest.mark.slow if is_slow(*case) else ()) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "n_layers", "scope", "prefix_adapter", "prompt_tokens"),
+    sweep(
+        ((*model, *mode, n) for model in MODELS for mode in MODES for n in (1, 2, 65, 100)),
+        lambda architecture, n_layers, scope, prefix_adapter, n: n_layers == 8 and n < 100,
+    ),
+)
 def test_float64(architecture, n_layers, scope, prefix_adapter, prompt_tokens):
     model = tiny_model(architecture, n_layers=n_layers)
     result = check_parity(model, ParityCase("float64", scope, prefix_adapter, prompt_tokens))
@@ -53,9 +62,16 @@ def test_float64_does_not_depend_on_chunks_pages_packing_or_checkpointing(archit
     assert result.passed, result
 
 
-@pytest.mark.parametrize(("architecture", "n_layers"), MODELS)
-@pytest.mark.parametrize(("scope", "prefix_adapter"), MODES[:3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("architecture", "n_layers", "scope", "prefix_adapter", "dtype"),
+    sweep(
+        ((*model, *mode, dtype) for model in MODELS for mode in MODES[:3] for dtype in ("float32", "bfloat16")),
+        lambda architecture, n_layers, scope, prefix_adapter, dtype: (
+            dtype == "bfloat16"
+            and ((architecture, n_layers) != MODELS[0] and (architecture, scope) != ("llama", "full"))
+        ),
+    ),
+)
 def test_low_precision(architecture, n_layers, scope, prefix_adapter, dtype):
     result = check_parity(tiny_model(architecture, n_layers=n_layers), ParityCase(dtype, scope, prefix_adapter))
     assert result.passed, result

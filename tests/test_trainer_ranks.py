@@ -92,7 +92,7 @@ CLIPPED = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 0.05, 
 """Adam with an epsilon that hides rounding of near-zero gradients, behind a norm that always clips."""
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_hold_the_experts_together_train_as_one_process(rank_pools, n_ranks, tmp_path):
     """A clipped gradient needs the norm over all experts; what the checkpoint holds is whole."""
     options = STEPS | CLIPPED | {"save_strategy": "steps", "save_steps": 3}
@@ -109,7 +109,7 @@ def test_ranks_that_hold_the_experts_together_train_as_one_process(rank_pools, n
     assert max(relative_l2(saved[n], wanted[n]) for n in wanted) < 1e-4
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (4, 2, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 2), pytest.param((4, 2, 4), marks=pytest.mark.slow)], ids=str)
 def test_contexts_that_share_experts_train_as_contexts_that_do_not(rank_pools, two, sizes):
     """Their prompts differ in length, and masked rows leave them different numbers of replays."""
     options = STEPS | CLIPPED | {"generation_batch_size": 8, "steps_per_generation": None}
@@ -190,8 +190,11 @@ def test_options_that_cannot_work_are_refused_on_every_rank(two, options, match)
         two.run(rank_trainers.train, "ours", "qwen36", STEPS | options)
 
 
-def start_example(name, architecture, folder, **options):
-    """An example on two ranks, in `folder`, which gets its model and data; returns the launcher."""
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def start_example(name, architecture, folder, configuration="cp2", **options):
+    """An example as the README starts it, in `folder`, which gets its model and data; returns the launcher."""
     tiny_model(architecture).unload().save_pretrained(folder / "model")
     trl_setup.word_tokenizer().save_pretrained(folder / "model")
     rows = [{"prompt": text, "answer": "t5"} for text in trl_setup.prompts(8)["prompt"]]
@@ -201,8 +204,8 @@ def start_example(name, architecture, folder, **options):
         "per_device_train_batch_size": 4, "max_completion_length": 8, "chunk_tokens": 16, "page_tokens": 8,
         "context_parallel_size": 2, "dtype": "float32", "bf16": False, "use_cpu": True, "report_to": "none",
     } | options  # fmt: skip
-    example = Path(__file__).parent.parent / "examples" / name
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", EXAMPLES / "accelerate" / f"{configuration}.yaml", EXAMPLES / name]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with (folder / "log").open("w") as log:
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -219,6 +222,31 @@ def test_the_glm_example_trains_with_experts_spread_over_ranks(tmp_path):
     assert len(experts) == 2 and all(t.shape == (8 * 16, 20) for t in experts), "all eight experts, rank 16"
     model = PeftModel.from_pretrained(tiny_model("glm52").unload(), tmp_path / "out")
     assert max(float(p.abs().max()) for n, p in model.named_parameters() if ".experts.lora_B" in n) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("configuration", "name", "architecture", "options"),
+    [
+        ("cp8", "grpo_qwen36.py", "qwen36", {"context_parallel_size": 8}),
+        ("cp8", "grpo_glm52.py", "glm52", {"context_parallel_size": 8, "expert_parallel_size": 8}),
+        ("fsdp2_cp2", "grpo_qwen36.py", "qwen36", {}),
+        (
+            "megatron_cp4_ep4",
+            "grpo_glm52.py",
+            "glm52",
+            {"context_parallel_size": 4, "expert_parallel_size": 4, "sharding": "megatron"},
+        ),
+    ],
+)
+def test_examples_run_with_every_configuration(tmp_path, configuration, name, architecture, options):
+    launcher = start_example(name, architecture, tmp_path, configuration, max_steps=2, **options)
+    try:
+        assert launcher.wait(timeout=500) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        launcher.kill()
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert max(float(t.abs().max()) for n, t in saved.items() if ".lora_B" in n) > 0
 
 
 def test_when_a_rank_of_the_example_is_killed_the_others_end_and_it_is_named(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -128,7 +129,12 @@ def _passes_kwargs_to_cache(module: nn.Module) -> bool:
 
 
 def _forward_source(module: nn.Module) -> str:
+    return _source(type(module).forward)
+
+
+@cache
+def _source(function: Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(type(module).forward))
+        return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
         return ""
