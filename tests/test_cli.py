@@ -7,6 +7,9 @@ import sys
 import pytest
 import torch
 
+from longstraw_sdk.bench import PRESETS
+from longstraw_sdk.bench.result import ROW_FIELDS
+
 
 def run(*args):
     command = [sys.executable, "-c", "from longstraw_sdk.cli import main; main()", *args]
@@ -39,37 +42,42 @@ def test_parity_prints_json_and_passes():
 
 
 def test_bench_measures_both_systems_and_writes_json_and_picture(tmp_path):
-    result = run("bench", "cpu-glm-memory", "--output-dir", str(tmp_path), "--json")
+    result = run("bench", "--preset", "cpu-glm-memory", "--output-dir", str(tmp_path), "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found == json.loads((tmp_path / "cpu-glm-memory.json").read_text())
-    assert {"device", "cpu_cores", "date", "versions"} <= found["machine"].keys()
-    assert found["settings"]["dtype"] == "float32"
-    peaks = {(m["system"], m["prompt_tokens"]): m["peak_bytes"] for m in found["measurements"]}
+    assert {"device", "cpu_cores", "date", "versions"} <= found[0]["machine"].keys()
+    assert found[0]["settings"]["dtype"] == "float32"
+    assert all(row.keys() >= set(ROW_FIELDS) for row in found)
+    peaks = {(m["system"], m["prompt_tokens"]): m["peak_bytes"] for m in found}
     assert peaks["longstraw", 2**18] <= 1.2 * peaks["longstraw", 2**14]
     assert peaks["transformers", 2**16] > 10 * peaks["transformers", 2**12], "grows with the prompt"
-    assert all(m["seconds"] > 0 and m["tokens_per_second"] > 0 for m in found["measurements"])
+    assert all(m["seconds"] > 0 and m["tokens_per_second"] > 0 for m in found)
     assert (tmp_path / "cpu-glm-memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_help_names_the_presets():
     shown = " ".join(run("bench", "--help").stdout.split())
-    for preset in ("cpu-glm-memory:", "cpu-simulated-ranks:", " simulated-ranks:"):
+    for preset in PRESETS:
         assert preset in shown
 
 
 def test_bench_simulates_ranks_and_writes_json_and_picture(tmp_path):
-    result = run("bench", "cpu-simulated-ranks", "--output-dir", str(tmp_path), "--json")
+    result = run("bench", "--preset", "cpu-simulated-ranks", "--output-dir", str(tmp_path), "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found == json.loads((tmp_path / "cpu-simulated-ranks.json").read_text())
-    assert found["complete"] and {"links", "experts", "whole model", "whole prompt"} <= found["settings"].keys()
-    cases = {(case["geometry"], case["size"], case["positions"]): case for case in found["estimates"]}
+    assert all(row.keys() >= set(ROW_FIELDS) for row in found)
+    steps = [row for row in found if "estimate" in row]
+    assert len(steps) < len(found), "and the measurements behind them"
+    assert steps[0]["complete"] and {"links", "experts", "whole model", "whole prompt"} <= steps[0]["settings"].keys()
+    cases = {(s["estimate"]["geometry"], s["estimate"]["size"], s["prompt_tokens"]): s["estimate"] for s in steps}
     assert {size for _, size, _ in cases} == {2, 8} and {n for *_, n in cases} == {4096, 8192}
     for (geometry, size, _), case in cases.items():
         half, whole = (cases[geometry, size, n]["phases"]["capture"] for n in (4096, 8192))
         assert 1.9 < whole["received_bytes"] / half["received_bytes"] < 3, "grows with the prompt"
-        assert [step["group"] for step in case["steps"]] == [2, 8, 2, 8]
+        groups = [s["group"] for s in steps if s["estimate"] == case]
+        assert groups == [2, 8, 2, 8]
         assert (case["phases"]["capture"]["expert_bytes"] > 0) == ("glm" in geometry)
         assert case["memory"]["peak_full"] > case["memory"]["peak_response"] > case["memory"]["weights"]
     assert (tmp_path / "cpu-simulated-ranks.png").read_bytes().startswith(b"\x89PNG")
@@ -77,7 +85,7 @@ def test_bench_simulates_ranks_and_writes_json_and_picture(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
 def test_the_simulation_of_whole_models_needs_a_gpu(tmp_path):
-    result = run("bench", "simulated-ranks", "--output-dir", str(tmp_path))
+    result = run("bench", "--preset", "simulated-ranks", "--output-dir", str(tmp_path))
     assert result.returncode == 2
     assert "needs a CUDA device of at least 64 GiB, and there is none" in " ".join(result.stderr.split())
     assert not list(tmp_path.iterdir())
@@ -96,7 +104,7 @@ def test_the_command_line_runs_as_a_module():
         (["parity", "--dtype", "int8"], "float64, float32, bfloat16"),
         (["parity", "--response-tokens", "a,b"], "lengths such as"),
         (["parity", "--adapter", "no.such:Thing"], "module:Class"),
-        (["bench", "gpu"], "allowed: cpu-glm-memory"),
+        (["bench", "--preset", "gpu"], "allowed: cpu-small"),
     ],
 )
 def test_mistakes_end_with_one_message_and_exit_code_2(args, message):

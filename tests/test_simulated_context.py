@@ -389,7 +389,7 @@ def test_partial_results_grow_to_the_whole(results):
     n_points = [len(one.points) for one in found]
     assert n_points == sorted(n_points) and n_points[0] < n_points[-1]
     assert [len(one.estimates) for one in found][-3:] == [0, 2, 2]
-    assert all(one.as_dict()["points"] for one in found)
+    assert all(one.rows() for one in found)
 
 
 def test_estimates_follow_from_the_points(results):

@@ -173,6 +173,26 @@ TINY_QWEN36 = Geometry(
     },
 )
 
+TINY_QWEN3 = Geometry(
+    name="tiny-qwen3",
+    model_type="qwen3",
+    layer_field="layer_types",
+    front=("full_attention",),
+    unit=("full_attention",),
+    n_units=7,
+    checkpointing=True,
+    dtype=torch.float32,
+    options={
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2**14,
+    },
+)
+
 TINY_GLM52 = Geometry(
     name="tiny-glm-5.2",
     model_type="glm_moe_dsa",

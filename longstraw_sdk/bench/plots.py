@@ -10,9 +10,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from .result import PeakResult
 from .simulation_result import SimulationResult
+from .step_result import PHASES, StepResult
 
 _COLORS = {"longstraw": "#1b6ca8"}
 _OTHER = "#d1603d"
+_STEP_COLORS = ("#1b6ca8", "#b8a13a", "#6aa5d1", "#7a8b99")
 
 
 def plot_peaks(result: PeakResult, output_dir: Path) -> Path:
@@ -68,6 +70,41 @@ def plot_simulation(result: SimulationResult, output_dir: Path) -> Path:
     held.set_xlabel("GB, full scope")
     held.xaxis.set_major_locator(MaxNLocator(5))
     figure.suptitle(f"{result.preset}: one rank", x=0.01, ha="left", fontsize=11)
+    path = output_dir / f"{result.preset}.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def plot_steps(result: StepResult, output_dir: Path) -> Path:
+    """Write `<preset>.png`: seconds of a step by phase, and its peak; one bar per row."""
+    figure = Figure(figsize=(10, 1.5 + 0.45 * len(result.steps)), layout="constrained")
+    seconds, peak = figure.subplots(1, 2, sharey=True)
+    names = [f"{r.model}, {r.prompt_tokens:,}, G={r.group}\n{r.system} ({r.gradient_scope})" for r in result.steps]
+    left = [0.0] * len(names)
+    for phase, color in zip(PHASES, _STEP_COLORS, strict=True):
+        widths = [getattr(row, f"{phase}_seconds") or 0.0 for row in result.steps]
+        if any(widths):
+            label = "replay, or forward and backward" if phase == "replay" else phase
+            seconds.barh(names, widths, left=left, label=label, color=color)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    peak.barh(names, [row.peak_gib or 0.0 for row in result.steps], color="#7a8b99")
+    for axes, found in ((seconds, left), (peak, [row.peak_gib or 0.0 for row in result.steps])):
+        for i, (row, value) in enumerate(zip(result.steps, found, strict=True)):
+            axes.annotate(
+                "out of memory" if row.step_seconds is None else f"{value:.3g}",
+                (value, i),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axes.margins(x=0.15)
+        _quiet(axes)
+    seconds.invert_yaxis()
+    seconds.set_xlabel("seconds of a step")
+    peak.set_xlabel("peak, GiB")
+    seconds.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    figure.suptitle(f"{result.preset} on {result.machine['device']}", x=0.01, ha="left", fontsize=11)
     path = output_dir / f"{result.preset}.png"
     figure.savefig(path, dpi=150)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from .group_steps import cpu_small, h200_27b_1m, h200_27b_32k, h200_27b_128k
 from .result import BenchResult
 from .simulated_ranks import cpu_simulated_ranks, simulated_ranks
 from .sparse_memory import sparse_memory
@@ -13,6 +14,10 @@ Preset = Callable[[Callable[[str], None]], Iterator[BenchResult]]
 an interrupted run leaves something, and last the whole."""
 
 PRESETS: dict[str, Preset] = {
+    "cpu-small": cpu_small,
+    "h200-27b-32k": h200_27b_32k,
+    "h200-27b-128k": h200_27b_128k,
+    "h200-27b-1m": h200_27b_1m,
     "cpu-glm-memory": sparse_memory,
     "cpu-simulated-ranks": cpu_simulated_ranks,
     "simulated-ranks": simulated_ranks,

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -14,6 +15,23 @@ from typing import Any
 
 import torch
 from rich.table import Table
+
+ROW_FIELDS = (
+    "preset",
+    "system",
+    "gradient_scope",
+    "prompt_tokens",
+    "group",
+    "capture_seconds",
+    "replay_seconds",
+    "sweep_seconds",
+    "step_seconds",
+    "peak_gib",
+    "roofline_share",
+    "device",
+    "date",
+)
+"""What every row of every benchmark has, so that scripts can read them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +74,20 @@ class BenchResult(ABC):
     def plot(self, output_dir: Path) -> Path:
         """Write `<preset>.png` into `output_dir` and return its path."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @abstractmethod
+    def measured(self) -> Iterator[dict[str, Any]]:
+        """One dict per measurement: what it has of `ROW_FIELDS`, and whatever else belongs to it."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What the JSON file holds: dicts with all of `ROW_FIELDS`, None where one has no meaning, and more."""
+        known = {"preset": self.preset, "device": self.machine["device"], "date": self.machine["date"]}
+        return [dict.fromkeys(ROW_FIELDS) | known | row | {"machine": self.machine} for row in self.measured()]
 
     def write(self, output_dir: Path) -> Path:
         """Write `<preset>.json` into `output_dir` and return its path."""
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / f"{self.preset}.json"
-        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        path.write_text(json.dumps(self.rows(), indent=2) + "\n")
         return path
 
 
@@ -98,9 +122,10 @@ class PeakResult(BenchResult):
 
         return plot_peaks(self, output_dir)
 
-    def as_dict(self) -> dict[str, Any]:
-        rows = [asdict(m) | {"tokens_per_second": m.tokens_per_second} for m in self.measurements]
-        return super().as_dict() | {"measurements": rows}
+    def measured(self) -> Iterator[dict[str, Any]]:
+        for m in self.measurements:
+            known = {"group": 1, "replay_seconds": m.seconds, "peak_gib": m.peak_bytes / 2**30}
+            yield asdict(m) | known | {"tokens_per_second": m.tokens_per_second, "settings": self.settings}
 
 
 def describe_machine() -> dict[str, Any]:

@@ -72,15 +72,41 @@ class SimulationResult(BenchResult):
 
         return plot_simulation(self, output_dir)
 
-    def as_dict(self) -> dict[str, Any]:
-        cases = []
+    def measured(self) -> Iterator[dict[str, Any]]:
+        """Estimated steps, each with all that it is made of, and then the measurements behind them."""
         for case in self.estimates:
-            steps = [
-                {"scope": scope, "group": n} | asdict(case.step(n, scope)) for scope in SCOPES for n in GROUPS
-            ]  # fmt: skip
-            published = PAPER.get((case.geometry, case.size, case.positions), {})
-            cases.append(asdict(case) | {"steps": steps, "paper": published})
-        return super().as_dict() | {"estimates": cases}
+            for scope in SCOPES:
+                for n in GROUPS:
+                    yield self._step_row(case, scope, n)
+        for point in self.points:
+            phase = point.phase.split()[0]
+            yield {
+                "system": f"longstraw, one rank of {point.size}",
+                "prompt_tokens": point.depth,
+                f"{phase}_seconds": point.cost.seconds,
+                "measurement": asdict(point),
+            }
+
+    def _step_row(self, case: CaseEstimate, scope: str, group: int) -> dict[str, Any]:
+        peak = case.memory.peak_response if scope == "response" else case.memory.peak_full
+        step = case.step(group, scope)
+        return {
+            "system": f"longstraw, one rank of {case.size}, simulated",
+            "model": case.geometry,
+            "gradient_scope": scope,
+            "prompt_tokens": case.positions,
+            "group": group,
+            "capture_seconds": case.phases["capture"].seconds,
+            "replay_seconds": group * case.phases[f"replay {scope}"].seconds,
+            "sweep_seconds": case.phases["sweep"].seconds if scope == "full" else None,
+            "step_seconds": step.seconds,
+            "peak_gib": peak / 2**30,
+            "step": asdict(step),
+            "estimate": asdict(case),
+            "paper": PAPER.get((case.geometry, case.size, case.positions), {}),
+            "settings": self.settings,
+            "complete": self.complete,
+        }
 
 
 def table_rows(case: CaseEstimate) -> Iterator[tuple[str, str, str]]:

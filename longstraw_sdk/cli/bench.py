@@ -11,7 +11,11 @@ from rich.console import Console
 
 from ..errors import ConfigurationError
 
-_PRESETS = """cpu-glm-memory: memory of one sparse layer behind long prompts, ours and transformers'.
+_PRESETS = """cpu-small: one step on a group by every system, with small models on a CPU.
+
+h200-27b-32k, h200-27b-128k, h200-27b-1m: the same with the Qwen3.6-27B geometry (random weights) on one H200.
+
+cpu-glm-memory: memory of one sparse layer behind long prompts, ours and transformers'.
 
 simulated-ranks: one rank of 8 or 32 behind 2,097,152 and 4,456,448 positions on one GPU, beside the paper's figures.
 
@@ -19,11 +23,13 @@ cpu-simulated-ranks: the same of tiny models on a CPU."""
 
 
 def bench(
-    preset: Annotated[str, typer.Argument(help=_PRESETS)] = "cpu-glm-memory",
+    preset: Annotated[str, typer.Option(help=_PRESETS)] = "cpu-small",
     output_dir: Annotated[Path, typer.Option(help="Folder for <preset>.json and <preset>.png.")] = Path(
         "longstraw-bench"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the rows of the JSON file instead of a table.")
+    ] = False,
 ) -> None:
     """Run a benchmark and print what it found."""
     console = Console(stderr=as_json, quiet=as_json)
@@ -35,7 +41,7 @@ def bench(
         path = result.write(output_dir)
     picture = result.plot(output_dir)
     if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
+        typer.echo(json.dumps(result.rows(), indent=2))
         return
     console.print(result.table())
     console.print(f"{result.note}\n{path}\n{picture}")

@@ -1,0 +1,190 @@
+"""One optimizer step on a GRPO group by every system, on one model in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+
+import torch
+
+from ..errors import ConfigurationError
+from ..evidence.parity import randomize_lora
+from ..lora import base_model_of
+from ..types import GradientScope
+from .geometry import LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
+from .result import describe_machine
+from .roofline import ModelWork, measure_ceilings
+from .step_result import StepResult, StepRow
+from .systems import (
+    Group,
+    Measured,
+    Options,
+    Step,
+    longstraw_step,
+    measure,
+    prefix_grouper_step,
+    transformers_step,
+)
+
+Progress = Callable[[str], None]
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What a preset measures.
+
+    Args:
+        models: the geometries, each with the names of the systems that run on it.
+        groups: measured in this order; a peer that ran out of memory is not asked for a longer prompt.
+        scopes: gradient scopes of our own runs.
+        warm_up: a group before each measurement, which compiles and tunes kernels; None for none.
+        ceiling_tokens: size of the products and of the attention that the roofline is measured with.
+    """
+
+    preset: str
+    models: tuple[tuple[Geometry, tuple[str, ...]], ...]
+    groups: tuple[Group, ...]
+    scopes: tuple[GradientScope, ...]
+    options: Options
+    warm_up: Group | None
+    ceiling_tokens: int
+    device: torch.device
+
+
+PEERS: dict[str, Step] = {"transformers": transformers_step, "prefix-grouper": prefix_grouper_step}
+NEEDED_BYTES = 130 * GIB
+
+
+def cpu_small(progress: Progress) -> Iterator[StepResult]:
+    """A small hybrid and a small dense model on a CPU."""
+    yield from run_steps(
+        StepPlan(
+            preset="cpu-small",
+            models=((TINY_QWEN36, ("transformers",)), (TINY_QWEN3, ("transformers", "prefix-grouper"))),
+            groups=(Group(prompt_tokens=1024, size=4, response_tokens=32),),
+            scopes=("response", "full"),
+            options=Options(chunk_tokens=256, page_tokens=256, replay_tokens=128),
+            warm_up=Group(prompt_tokens=64, size=2, response_tokens=8),
+            ceiling_tokens=512,
+            device=torch.device("cpu"),
+        ),
+        progress,
+    )
+
+
+def h200_27b_32k(progress: Progress) -> Iterator[StepResult]:
+    """Qwen3.6-27B behind 32,768 tokens, G=8 and G=2, beside conventional transformers."""
+    groups = tuple(Group(prompt_tokens=32_768, size=n, response_tokens=1024) for n in (8, 2))
+    yield from _on_h200("h200-27b-32k", groups, ("response", "full"), progress)
+
+
+def h200_27b_128k(progress: Progress) -> Iterator[StepResult]:
+    """The same behind 131,072 tokens."""
+    groups = (Group(prompt_tokens=131_072, size=8, response_tokens=1024),)
+    yield from _on_h200("h200-27b-128k", groups, ("response", "full"), progress)
+
+
+def h200_27b_1m(progress: Progress) -> Iterator[StepResult]:
+    """The same behind 1,048,576 tokens in response scope, 32 tokens of each response sampled from the state."""
+    groups = (Group(prompt_tokens=1_048_576, size=8, response_tokens=1024),)
+    yield from _on_h200("h200-27b-1m", groups, ("response",), progress, sampled_tokens=32)
+
+
+def _on_h200(
+    preset: str,
+    groups: tuple[Group, ...],
+    scopes: tuple[GradientScope, ...],
+    progress: Progress,
+    sampled_tokens: int = 0,
+) -> Iterator[StepResult]:
+    found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    if found < NEEDED_BYTES:
+        raise ConfigurationError(
+            f"{preset} needs a CUDA device of at least {NEEDED_BYTES / GIB:.0f} GiB, and "
+            + (f"this one has {found / GIB:.0f} GiB" if found else "there is none")
+            + "; cpu-small measures the same with small models"
+        )
+    yield from run_steps(
+        StepPlan(
+            preset=preset,
+            models=((QWEN36_27B, ("transformers",)),),
+            groups=groups,
+            scopes=scopes,
+            options=Options(chunk_tokens=8192, page_tokens=4096, replay_tokens=4096, sampled_tokens=sampled_tokens),
+            warm_up=Group(prompt_tokens=16_385, size=4, response_tokens=1024),
+            ceiling_tokens=16_384,
+            device=torch.device("cuda", 0),
+        ),
+        progress,
+    )
+
+
+def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
+    """Yields the result after every measurement."""
+    rows: list[StepRow] = []
+    settings: dict[str, object] = {
+        "options": asdict(plan.options),
+        "warm_up": None if plan.warm_up is None else asdict(plan.warm_up),
+        "lora_rank": LORA_RANK,
+        "tokens": "random",
+        "peak_gib": "weights, LoRA, gradients and everything else that the step allocates; no optimizer state",
+        "roofline_share": "least work of the step at the measured ceilings, divided by its time",
+    }
+    for geometry, peers in plan.models:
+        model = geometry.build(geometry.n_units, 1, plan.device)
+        randomize_lora(model)
+        model.train()
+        config = base_model_of(model).config
+        ceilings = measure_ceilings(config, geometry.dtype, plan.device, plan.ceiling_tokens)
+        work = ModelWork.of(model)
+        settings[geometry.name] = {"dtype": str(geometry.dtype), "ceilings": asdict(ceilings)} | asdict(work)
+        full = set[str]()  # peers without memory for more
+        for group in plan.groups:
+            steps: list[tuple[str, GradientScope, Step]] = [
+                ("longstraw", scope, longstraw_step(scope, plan.options)) for scope in plan.scopes
+            ]
+            steps += [(name, "full", PEERS[name]) for name in peers if name not in full]
+            for system, scope, step in steps:
+                if system == "prefix-grouper" and find_spec("prefix_grouper") is None:
+                    progress('prefix-grouper is not installed: pip install "longstraw-sdk[bench]"')
+                    continue
+                found = measure(model, step, plan.warm_up, group)
+                least = work.step(group.prompt_tokens, group.response_tokens, group.size, scope).seconds(ceilings)
+                capture = work.capture(group.prompt_tokens).seconds(ceilings)
+                rows.append(_row(geometry, system, scope, group, found, least, capture))
+                progress(rows[-1].summary)
+                if found.peak_bytes is None:
+                    full.add(system)
+                yield StepResult(preset=plan.preset, settings=settings, machine=describe_machine(), steps=tuple(rows))
+        del model
+
+
+def _row(
+    geometry: Geometry,
+    system: str,
+    scope: GradientScope,
+    group: Group,
+    found: Measured,
+    least_seconds: float,
+    least_capture_seconds: float,
+) -> StepRow:
+    seconds = found.seconds
+    step = sum(seconds.values()) if found.peak_bytes is not None else None
+    return StepRow(
+        model=geometry.name,
+        system=system,
+        gradient_scope=scope,
+        prompt_tokens=group.prompt_tokens,
+        group=group.size,
+        response_tokens=group.response_tokens,
+        capture_seconds=seconds.get("capture"),
+        sample_seconds=seconds.get("sample"),
+        replay_seconds=seconds.get("replay"),
+        sweep_seconds=seconds.get("sweep"),
+        step_seconds=step,
+        peak_gib=None if found.peak_bytes is None else found.peak_bytes / GIB,
+        roofline_share=None if step is None else least_seconds / step,
+        capture_roofline_share=least_capture_seconds / seconds["capture"] if "capture" in seconds else None,
+    )

@@ -1,0 +1,146 @@
+"""The least work of a GRPO group and the fastest that a device does it: what a measured time is a share of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..lora import base_model_of
+from ..types import CausalLM, GradientScope
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured FLOP/s of a large matrix product and of causal attention forward and backward, alone on the device."""
+
+    products: float
+    attention: float
+    attention_backward: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of products with weights, and of attention forward and backward."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    attention_backward: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.attention_backward + other.attention_backward,
+        )
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """At the ceilings, one after the other."""
+        return (
+            self.products / ceilings.products
+            + self.attention / ceilings.attention
+            + self.attention_backward / ceilings.attention_backward
+        )
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Work of one model.
+
+    Recurrent layers beyond their products, norms and LoRA count as nothing, and so does what checkpointing repeats.
+    """
+
+    layer_parameters: int
+    head_parameters: int
+    attention_width: int
+    """Heads times their size, summed over attention layers."""
+
+    @classmethod
+    def of(cls, model: CausalLM) -> ModelWork:
+        base = base_model_of(model)
+        config = base.config
+        in_layers = sum(
+            module.weight.numel()
+            for name, module in base.base_model.named_modules()
+            if isinstance(module, nn.Linear) and ".lora_" not in name
+        )
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = config.num_attention_heads * head_dim * kinds.count("full_attention")
+        return cls(in_layers, base.get_output_embeddings().weight.numel(), width)
+
+    def capture(self, prompt_tokens: int) -> Work:
+        """One forward of the prompt."""
+        pairs = prompt_tokens**2 / 2
+        return Work(2.0 * self.layer_parameters * prompt_tokens, 4.0 * self.attention_width * pairs)
+
+    def sweep(self, prompt_tokens: int) -> Work:
+        """One backward of the prompt to its inputs; base weights get no gradient."""
+        pairs = prompt_tokens**2 / 2
+        return Work(2.0 * self.layer_parameters * prompt_tokens, 0.0, 10.0 * self.attention_width * pairs)
+
+    def replay(self, prompt_tokens: int, response_tokens: int, scope: GradientScope) -> Work:
+        """Forward and backward of one response; in response scope the prompt's keys and values get no gradient."""
+        own, prefix = response_tokens**2 / 2, float(response_tokens * prompt_tokens)
+        return Work(
+            4.0 * (self.layer_parameters + self.head_parameters) * response_tokens,
+            4.0 * self.attention_width * (own + prefix),
+            self.attention_width * (10.0 * own + (10.0 if scope == "full" else 6.0) * prefix),
+        )
+
+    def step(self, prompt_tokens: int, response_tokens: int, group: int, scope: GradientScope) -> Work:
+        """A whole group, with everything of the prompt done once."""
+        work = self.capture(prompt_tokens)
+        for _ in range(group):
+            work += self.replay(prompt_tokens, response_tokens, scope)
+        return work + self.sweep(prompt_tokens) if scope == "full" else work
+
+
+def measure_ceilings(config: Any, dtype: torch.dtype, device: torch.device, n_tokens: int) -> Ceilings:
+    """Of products [n, hidden] x [hidden, intermediate] and of `n` tokens of one layer's attention."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    a, b = (torch.randn(s, device=device, dtype=dtype) for s in ((n_tokens, hidden), (hidden, wide)))
+    products = 2.0 * n_tokens * hidden * wide / _best_seconds(lambda: a @ b, device)
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    heads = config.num_attention_heads
+    q, k, v = (
+        torch.randn(1, n, n_tokens, head_dim, device=device, dtype=dtype, requires_grad=True)
+        for n in (heads, config.num_key_value_heads, config.num_key_value_heads)
+    )
+    with torch.no_grad():
+        forward = _best_seconds(lambda: _attention(q, k, v), device)
+    out = _attention(q, k, v)
+    d_out = torch.randn_like(out)
+    backward = _best_seconds(lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True), device)
+    pairs = heads * head_dim * n_tokens**2 / 2
+    return Ceilings(products, 4.0 * pairs / forward, 10.0 * pairs / backward)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    from .systems import fastest_attention
+
+    with fastest_attention():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device, n_runs: int = 5) -> float:
+    run()
+    best = float("inf")
+    for _ in range(n_runs):
+        synchronize(device)
+        began = time.perf_counter()
+        run()
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock sees what it did."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

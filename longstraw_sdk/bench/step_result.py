@@ -1,0 +1,92 @@
+"""What systems took for one optimizer step on a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from .result import BenchResult
+
+PHASES = ("capture", "sample", "replay", "sweep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One system and group. None are phases that a system does not have, and everything if it ran out of memory."""
+
+    model: str
+    system: str
+    gradient_scope: str
+    prompt_tokens: int
+    group: int
+    response_tokens: int
+    capture_seconds: float | None
+    sample_seconds: float | None
+    replay_seconds: float | None
+    sweep_seconds: float | None
+    step_seconds: float | None
+    peak_gib: float | None
+    roofline_share: float | None
+    capture_roofline_share: float | None
+
+    @property
+    def heading(self) -> str:
+        return f"{self.model}, {self.prompt_tokens:,}, G={self.group}"
+
+    @property
+    def summary(self) -> str:
+        what = f"{self.heading}, {self.system} ({self.gradient_scope})"
+        if self.step_seconds is None:
+            return f"{what}: out of memory"
+        return f"{what}: {self.step_seconds:.2f} s, {self.peak_gib:.3f} GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult(BenchResult):
+    """Steps of all systems."""
+
+    steps: tuple[StepRow, ...]
+
+    @property
+    def note(self) -> str:
+        return (
+            "One group, forward and backward, without the optimizer's step. GiB is the peak with weights. Roofline is "
+            "the least work at speeds measured in the same run, as a share of the time. A dash: the system has no such "
+            "phase, and all that it does counts as replay."
+        )
+
+    def table(self) -> Table:
+        table = Table("seconds of", title=f"{self.preset} on {self.machine['device']}", box=SIMPLE)
+        phases = [name for name in PHASES if any(getattr(row, f"{name}_seconds") for row in self.steps)]
+        for name in (*phases, "step", "GiB", "roofline"):
+            table.add_column(name, justify="right")
+        heading = ""
+        for row in self.steps:
+            if row.heading != heading:
+                heading = row.heading
+                table.add_section()
+                table.add_row(f"[bold]{heading}[/]")
+            found = [getattr(row, f"{name}_seconds") for name in phases]
+            fits = row.step_seconds is not None
+            table.add_row(
+                f"{row.system} ({row.gradient_scope})",
+                *("-" if seconds is None else f"{seconds:.2f}" for seconds in found),
+                f"{row.step_seconds:.2f}" if fits else "no memory",
+                f"{row.peak_gib:.3f}" if fits else "-",
+                f"{row.roofline_share:.0%}" if fits else "-",
+            )
+        return table
+
+    def plot(self, output_dir: Path) -> Path:
+        from .plots import plot_steps
+
+        return plot_steps(self, output_dir)
+
+    def measured(self) -> Iterator[dict[str, Any]]:
+        for step in self.steps:
+            yield asdict(step) | {"settings": self.settings}
