@@ -149,6 +149,16 @@ GLM52 = Geometry(
     },
 )
 
+_TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2**14,
+}
+
 TINY_QWEN36 = Geometry(
     name="tiny-qwen3.6",
     model_type="qwen3_5_text",
@@ -159,17 +169,11 @@ TINY_QWEN36 = Geometry(
     checkpointing=True,
     dtype=torch.float32,
     options={
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
+        **_TINY,
         "linear_num_value_heads": 4,
         "linear_num_key_heads": 2,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
-        "max_position_embeddings": 2**14,
     },
 )
 
@@ -182,15 +186,7 @@ TINY_QWEN3 = Geometry(
     n_units=7,
     checkpointing=True,
     dtype=torch.float32,
-    options={
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2**14,
-    },
+    options=_TINY,
 )
 
 TINY_GLM52 = Geometry(

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 
 import torch
 
-from ..errors import ConfigurationError
 from ..evidence.parity import randomize_lora
 from ..lora import base_model_of
 from ..types import GradientScope
+from .device import GIB, require_cuda
 from .geometry import LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
 from .result import describe_machine
 from .roofline import ModelWork, measure_ceilings
@@ -28,7 +28,6 @@ from .systems import (
 )
 
 Progress = Callable[[str], None]
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +98,6 @@ def _on_h200(
     progress: Progress,
     sampled_tokens: int = 0,
 ) -> Iterator[StepResult]:
-    found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    if found < NEEDED_BYTES:
-        raise ConfigurationError(
-            f"{preset} needs a CUDA device of at least {NEEDED_BYTES / GIB:.0f} GiB, and "
-            + (f"this one has {found / GIB:.0f} GiB" if found else "there is none")
-            + "; cpu-small measures the same with small models"
-        )
     yield from run_steps(
         StepPlan(
             preset=preset,
@@ -115,7 +107,7 @@ def _on_h200(
             options=Options(chunk_tokens=8192, page_tokens=4096, replay_tokens=4096, sampled_tokens=sampled_tokens),
             warm_up=Group(prompt_tokens=16_385, size=4, response_tokens=1024),
             ceiling_tokens=16_384,
-            device=torch.device("cuda", 0),
+            device=require_cuda(preset, NEEDED_BYTES, "cpu-small"),
         ),
         progress,
     )

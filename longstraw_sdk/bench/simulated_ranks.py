@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError
+from .device import require_cuda
 from .estimate import Links, MeasuredCase, depths_of, estimate, scaled
 from .geometry import GLM52, LORA_RANK, QWEN36_27B, TINY_GLM52, TINY_QWEN36, Geometry
 from .result import describe_machine, version_of
@@ -32,13 +32,6 @@ class Plan:
 
 def simulated_ranks(progress: Progress) -> Iterator[SimulationResult]:
     """The preset for a GPU: Qwen3.6-27B over 8 ranks and GLM-5.2 over 32."""
-    found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    if found < NEEDED_BYTES:
-        raise ConfigurationError(
-            f"simulated-ranks needs a CUDA device of at least {NEEDED_BYTES / 2**30:.0f} GiB, and "
-            + (f"this one has {found / 2**30:.0f} GiB" if found else "there is none")
-            + "; cpu-simulated-ranks does the same with tiny models"
-        )
     yield from simulate(
         Plan(
             preset="simulated-ranks",
@@ -50,7 +43,7 @@ def simulated_ranks(progress: Progress) -> Iterator[SimulationResult]:
                 response_tokens=2048,
                 max_runs=3,
                 enough_seconds=3.0,
-                device=torch.device("cuda", 0),
+                device=require_cuda("simulated-ranks", NEEDED_BYTES, "cpu-simulated-ranks"),
             ),
         ),
         progress,

@@ -21,7 +21,7 @@ whole backward 181 (torch 2.11, triton 3.6).
 
 @cache
 def has_kernel(dim: int) -> bool:
-    """Whether `query_gradient` knows heads of `dim` numbers: Triton is installed, and `dim` is a power of two from 16."""
+    """Whether `query_gradient` knows heads of `dim` numbers: powers of two from 16, where Triton is installed."""
     return find_spec("triton") is not None and dim >= 16 and dim & (dim - 1) == 0
 
 
