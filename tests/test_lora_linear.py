@@ -9,7 +9,7 @@ from longstraw_sdk import LongStrawSession
 from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.hf.lora import swap_lora_linears
-from longstraw_sdk.ops import lora_linear
+from longstraw_sdk.ops import add_lora, lora_linear
 
 IN, OUT, RANK, SCALE = 96, 64, 8, 0.7
 NAMES = ("output", "x", "lora_a", "lora_b")
@@ -32,6 +32,10 @@ def peft_like(x, weight, bias, a, b, scale):
     return (base + nn.functional.linear(nn.functional.linear(x.to(a.dtype), a), b) * scale).to(base.dtype)
 
 
+def added(x, weight, bias, a, b, scale):
+    return add_lora(nn.functional.linear(x, weight, bias), x, a, b, scale)
+
+
 def both_ways(function, dtype, seed=0):
     x, weight, bias, a, b, d_out = draw(seed)
     if dtype == torch.float64:
@@ -52,16 +56,18 @@ def errors(function):
     return sums / 8
 
 
-def test_errors_are_those_of_bfloat16():
-    ours, stock = errors(lora_linear), errors(peft_like)
+@pytest.mark.parametrize("function", [lora_linear, added])
+def test_errors_are_those_of_bfloat16(function):
+    ours, stock = errors(function), errors(peft_like)
     # Output and d_x are rounded to bfloat16 by both. PEFT sums LoRA gradients of exact products; ours are of factors
     # that were rounded once, 2**-9 relative at most, so half a bfloat16 step in the mean is what they may add.
     assert (ours[:2] <= 1.5 * stock[:2]).all(), (ours, stock)
     assert (ours[2:] <= 2**-8).all(), (ours, stock)
 
 
-def test_dtypes_are_those_of_peft():
-    found = both_ways(lora_linear, torch.bfloat16)
+@pytest.mark.parametrize("function", [lora_linear, added])
+def test_dtypes_are_those_of_peft(function):
+    found = both_ways(function, torch.bfloat16)
     assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
 
 
@@ -79,10 +85,11 @@ def test_controls_a_wrong_product_is_told_apart(broken):
     assert (errors(broken) > 10 * stock.clamp_min(1e-3)).any()
 
 
-def test_only_what_is_asked_for_gets_a_gradient():
+@pytest.mark.parametrize("function", [lora_linear, added])
+def test_only_what_is_asked_for_gets_a_gradient(function):
     x, weight, bias, a, b, d_out = draw()
     a.requires_grad_()
-    lora_linear(x, weight, bias, a, b, SCALE).backward(d_out)
+    function(x, weight, bias, a, b, SCALE).backward(d_out)
     assert a.grad is not None and x.grad is None and b.grad is None
 
 
@@ -99,12 +106,12 @@ def test_no_float32_activation_is_made():
             return out
 
     sizes = []
-    for function in (peft_like, lora_linear):
+    for function in (peft_like, lora_linear, added):
         x, weight, bias, a, b, _ = draw()
         with Largest() as largest:
             function(x, weight, bias, a, b, SCALE)
         sizes.append(largest.n_elements)
-    assert sizes == [3 * 40 * IN, OUT * RANK], "input in float32; LoRA B times its scale"
+    assert sizes == [3 * 40 * IN, OUT * RANK, OUT * RANK], "input in float32; LoRA B times its scale"
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..lora import lora_layers
-from ..ops import lora_linear
+from ..ops import add_lora, lora_linear
 from ..types import CausalLM
 from .swap import swap_classes
 
@@ -21,13 +21,18 @@ def swap_lora_linears(model: CausalLM) -> Callable[[], None]:
     layers = lora_layers(model)
     if not layers:
         return lambda: None
+    from peft.import_utils import is_bnb_4bit_available
     from peft.tuners.lora import Linear
 
-    narrow = _narrow_linear(Linear)
-    return swap_classes((layer, narrow, {}) for layer in layers if type(layer) is Linear)
+    swapped = {Linear: _narrow(Linear)}
+    if is_bnb_4bit_available():
+        from peft.tuners.lora.bnb import Linear4bit
+
+        swapped[Linear4bit] = _narrow(Linear4bit)
+    return swap_classes((layer, swapped[type(layer)], {}) for layer in layers if type(layer) in swapped)
 
 
-def _narrow_linear(stock: Any) -> type:
+def _narrow(stock: Any) -> type:
     class NarrowLoRALinear(stock):
         """Computes what PEFT computes; whatever is not one plain adapter on a plain linear goes to PEFT."""
 
@@ -37,8 +42,10 @@ def _narrow_linear(stock: Any) -> type:
                 out: torch.Tensor = super().forward(x, *args, **kwargs)
                 return out
             base = self.base_layer
-            a, b = self.lora_A[name].weight, self.lora_B[name].weight
-            return lora_linear(x, base.weight, base.bias, a, b, self.scaling[name])
+            factors = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+            if type(base) is nn.Linear:
+                return lora_linear(x, base.weight, base.bias, *factors)
+            return add_lora(base(x), x, *factors)
 
     return NarrowLoRALinear
 
@@ -50,14 +57,14 @@ def _plain_adapter(layer: Any, x: torch.Tensor) -> str | None:
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(active) != 1 or active[0] in layer.lora_variant:
         return None
-    parts = (layer.base_layer, layer.lora_A[active[0]], layer.lora_B[active[0]])
-    if not all(type(part) is nn.Linear and _is_bare(part) for part in parts):
+    base, a, b = layer.base_layer, layer.lora_A[active[0]], layer.lora_B[active[0]]
+    if not all(type(part) is nn.Linear and _is_bare(part) and part.bias is None for part in (a, b)):
         return None
-    base, a, b = parts
+    if type(base) is nn.Linear and (not _is_bare(base) or _is_trained(base) or base.weight.dtype != x.dtype):
+        return None  # a quantised base runs its own forward and returns the dtype of its input
     dropout = layer.lora_dropout[active[0]]
     drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
-    plain = base.weight.dtype == x.dtype and a.bias is None and b.bias is None and not drops
-    return active[0] if plain and not _is_trained(base) else None
+    return None if drops else active[0]
 
 
 def _is_bare(module: Any) -> bool:

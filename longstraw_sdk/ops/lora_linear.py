@@ -7,6 +7,7 @@ is added into the base output in place, and gradients of the LoRA weights are fl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,14 @@ def lora_linear(
     return out
 
 
+def add_lora(
+    out: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`out + scale * (x A^T) B^T` in the dtype of `x`: for a base output [..., out] of another kind, as quantised."""
+    added: torch.Tensor = _AddLoRA.apply(out, x, lora_a, lora_b, scale)
+    return added
+
+
 class _LoRALinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
@@ -47,8 +56,8 @@ class _LoRALinear(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         rows = x.flatten(0, -2)
-        inner = rows @ lora_a.to(x.dtype).T
-        out = F.linear(rows, weight, bias).addmm_(inner, (lora_b * scale).to(x.dtype).T)
+        inner, wide_b = _side_product(rows, lora_a, lora_b, scale)
+        out = F.linear(rows, weight, bias).addmm_(inner, wide_b.T)
         ctx.save_for_backward(x, weight, lora_a, lora_b, inner)
         ctx.scale = scale
         return out.unflatten(0, x.shape[:-1])
@@ -57,18 +66,56 @@ class _LoRALinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         x, weight, lora_a, lora_b, inner = ctx.saved_tensors
-        wants_x, _, _, wants_a, wants_b, _ = ctx.needs_input_grad
-        rows, d_out = x.flatten(0, -2), grad_outputs[0].flatten(0, -2)
-        d_x = d_a = d_b = None
-        if wants_x or wants_a:
-            d_inner = d_out @ (lora_b * ctx.scale).to(x.dtype)
-        if wants_x:
-            d_x = (d_out @ weight).addmm_(d_inner, lora_a.to(x.dtype)).view_as(x)
-        if wants_a:
-            d_a = _wide_product(d_inner.T, rows).to(lora_a.dtype)
-        if wants_b:
-            d_b = _wide_product(d_out.T, inner).mul_(ctx.scale).to(lora_b.dtype)
+        wants_x, _, _, *wanted, _ = ctx.needs_input_grad
+        d_out = grad_outputs[0].flatten(0, -2)
+        d_inner, d_a, d_b = _back(d_out, x, lora_b, inner, ctx.scale, wanted, lora_a.dtype)
+        d_x = (d_out @ weight).addmm_(d_inner, lora_a.to(x.dtype)).view_as(x) if wants_x else None
         return d_x, None, None, d_a, d_b, None
+
+
+class _AddLoRA(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, out: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        inner, wide_b = _side_product(x.flatten(0, -2), lora_a, lora_b, scale)
+        ctx.save_for_backward(x, lora_a, lora_b, inner)
+        ctx.scale = scale
+        return torch.addmm(out.flatten(0, -2), inner, wide_b.T).view_as(out)
+
+    @staticmethod
+    @without_autocast
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        x, lora_a, lora_b, inner = ctx.saved_tensors
+        _, wants_x, *wanted, _ = ctx.needs_input_grad
+        d_out = grad_outputs[0]
+        d_inner, d_a, d_b = _back(d_out.flatten(0, -2), x, lora_b, inner, ctx.scale, wanted, lora_a.dtype)
+        d_x = (d_inner @ lora_a.to(x.dtype)).view_as(x) if wants_x else None
+        return d_out, d_x, d_a, d_b, None
+
+
+def _side_product(
+    rows: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rows A^T` [n, r] and `scale * B` [out, r] in the dtype of `rows`."""
+    return rows @ lora_a.to(rows.dtype).T, (lora_b * scale).to(rows.dtype)
+
+
+def _back(
+    d_out: torch.Tensor,
+    x: torch.Tensor,
+    lora_b: torch.Tensor,
+    inner: torch.Tensor,
+    scale: float,
+    wanted: Sequence[bool],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the inner product [n, r], and of A and B, where they are `wanted`, in `dtype`."""
+    d_inner = d_out @ (lora_b * scale).to(x.dtype)
+    d_a = _wide_product(d_inner.T, x.flatten(0, -2)).to(dtype) if wanted[0] else None
+    d_b = _wide_product(d_out.T, inner).mul_(scale).to(dtype) if wanted[1] else None
+    return d_inner, d_a, d_b
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

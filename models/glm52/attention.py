@@ -75,7 +75,7 @@ class ResidentGlmMoeDsaAttention(GlmMoeDsaAttention):
             selected = _select(self.indexer, hidden_states, residual, position_embeddings, layer, first)
             if cache.tape_pass is not None:
                 selected = cache.tape_pass.decide("selection", self.layer_idx, selected)
-        w_key, w_value, factors = _absorbed(self)
+        w_key, w_value, factors = _absorbed(self, query.dtype)
         attended = sparse_latent_attention(
             _into_latent(query, w_key, [(scale, a, b[:, : self.qk_nope_head_dim]) for scale, a, b in factors]),
             query_rope,
@@ -134,14 +134,14 @@ Factors = list[tuple[float, torch.Tensor, torch.Tensor]]
 """(scale, A [r, R], B [H, D, r]) of each active LoRA adapter."""
 
 
-def _absorbed(attention: GlmMoeDsaAttention) -> tuple[torch.Tensor, torch.Tensor, Factors]:
+def _absorbed(attention: GlmMoeDsaAttention, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Factors]:
     """`kv_b_proj` as the key half [H, Dn, R] and the value half [H, Dv, R] of its weight, and its LoRA factors."""
     linear = attention.kv_b_proj
     base = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
     if base is not linear and linear.disable_adapters and linear.merged:
         linear.unmerge()  # as its own forward does
     heads = (attention.num_heads, attention.qk_nope_head_dim + attention.v_head_dim, -1)
-    w_key, w_value = _weight(base).view(heads).split([attention.qk_nope_head_dim, attention.v_head_dim], 1)
+    w_key, w_value = _weight(base, dtype).view(heads).split([attention.qk_nope_head_dim, attention.v_head_dim], 1)
     if base is linear or linear.disable_adapters or linear.merged:
         return w_key, w_value, []
     names = [name for name in linear.active_adapters if name in linear.lora_A]
@@ -161,13 +161,12 @@ def _absorbed(attention: GlmMoeDsaAttention) -> tuple[torch.Tensor, torch.Tensor
     )
 
 
-def _weight(linear: Any) -> torch.Tensor:
-    """The weight [out, in] of a frozen linear, quantised ones included."""
+def _weight(linear: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [out, in] of a frozen linear; of a quantised one what it multiplies activations of `dtype` with."""
     weight: torch.Tensor = linear.weight
     if type(linear) is nn.Linear:
         return weight
     with torch.no_grad():
-        dtype = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
         probe: torch.Tensor = linear(torch.eye(linear.in_features, dtype=dtype, device=weight.device))
         return probe.T
 
