@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import weakref
 from types import TracebackType
 from typing import get_args
@@ -17,6 +18,7 @@ from .backends import ShardingBackend, make_backend
 from .bound import BoundModel, bind_model
 from .errors import ConfigurationError, LifecycleError
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
+from .ops.attention_choice import VARIABLE as ATTENTION_VARIABLE
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
 from .state import CudaLink, PagePool, Placement, check_same_weights, in_step, min_forward_tokens
@@ -112,6 +114,7 @@ class LongStrawSession:
             page_tokens,
             replay_tokens,
             temperature,
+            os.environ.get(ATTENTION_VARIABLE),
         )
         try:
             with in_step(self.backend.world, "session options", *options):

@@ -15,9 +15,9 @@ import torch
 from longstraw_sdk.errors import ConfigurationError
 from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.ops import attention_choice, attention_cudnn, prefix_attention
-from longstraw_sdk.ops.attention_cudnn import CudnnAttention, why_not_cudnn
+from longstraw_sdk.ops.attention_cudnn import CudnnAttention, why_not_cudnn, why_not_kernel
 from longstraw_sdk.ops.attention_reference import ReferenceAttention
-from longstraw_sdk.ops.query_gradient import has_kernel, query_gradient_reference
+from longstraw_sdk.ops.query_gradient import query_gradient_reference
 from longstraw_sdk.state import AttentionKVSpec, PagedLayerState, PagedView, PagePool
 
 attention = importlib.import_module("longstraw_sdk.ops.prefix_attention")  # the package has the function of this name
@@ -55,10 +55,10 @@ def cudnn(monkeypatch):
     monkeypatch.setattr(attention_cudnn, "_forward", forward)
     monkeypatch.setattr(attention_cudnn, "_backward", backward)
     monkeypatch.setattr(attention_cudnn, "query_gradient", query_gradient_reference)
-    monkeypatch.setattr(attention_cudnn, "has_kernel", lambda dim: True)
+    monkeypatch.setattr(attention_cudnn, "FEW_NEW_TOKENS", 0)
     monkeypatch.setattr(attention_cudnn, "KEYS_PER_CALL", 13)
     monkeypatch.setattr(attention_cudnn, "KEYS_PER_SPLIT", 5)
-    return CudnnAttention()
+    return CudnnAttention(with_kernel=True)
 
 
 def run(operator, monkeypatch, *, batch=2, n_new=6, n_local=6, n_prefix=29, accumulate=True, expected=0):
@@ -143,13 +143,44 @@ def test_gradients_of_the_prefix_are_computed_only_where_they_are_collected(cudn
 
 
 @pytest.mark.parametrize("dim", [8, 96])
-def test_heads_that_the_kernel_does_not_know_go_through_cudnns_backward(cudnn, monkeypatch, dim):
-    assert not has_kernel(dim)
-    monkeypatch.setattr(attention_cudnn, "has_kernel", has_kernel)
+def test_heads_that_the_kernel_does_not_know(dim):
+    assert "no power of two" in why_not_kernel(CPU, torch.float32, dim)
+
+
+def test_without_the_kernel_queries_go_through_cudnns_backward(cudnn, monkeypatch):
     monkeypatch.setattr(attention_cudnn, "query_gradient", None)
     wanted = run(ReferenceAttention(), monkeypatch, accumulate=False)
-    for f, w in zip(run(cudnn, monkeypatch, accumulate=False), wanted, strict=True):
+    found = run(CudnnAttention(with_kernel=False), monkeypatch, accumulate=False)
+    for f, w in zip(found, wanted, strict=True):
         assert relative_l2(f, w) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("with_kernel", "accumulate", "needed"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_the_output_travels_only_where_a_kernel_reads_it(with_kernel, accumulate, needed):
+    view = PagedView(None, 0, accumulate)
+    assert CudnnAttention(with_kernel=with_kernel).pages_need_out(view) is needed
+    assert not ReferenceAttention().pages_need_out(view)
+
+
+def test_few_new_tokens_need_no_plan_of_cudnn(cudnn, monkeypatch):
+    """While rows decode, the number of new keys grows with every token."""
+    monkeypatch.setattr(attention_cudnn, "FEW_NEW_TOKENS", 16)
+    monkeypatch.setattr(attention_cudnn, "FEW_QUERIES", 0)
+    shapes = set()
+
+    def noted(q, k, *rest):
+        shapes.add((q.shape, k.shape))
+        return forward(q, k, *rest)
+
+    monkeypatch.setattr(attention_cudnn, "_forward", noted)
+    for n_local in range(1, 6):
+        found = run(cudnn, monkeypatch, n_new=1, n_local=n_local, expected=40)
+        wanted = run(ReferenceAttention(), monkeypatch, n_new=1, n_local=n_local, expected=40)
+        for f, w in zip(found, wanted, strict=True):
+            assert float((f - w).norm()) <= TOLERANCE * max(1.0, float(w.norm()))
+    assert {keys[2] for _, keys in shapes} == {13, 3}, "pages alone"
 
 
 def test_a_run_on_memory_in_one_piece_is_one_call(cudnn, monkeypatch):
@@ -197,6 +228,32 @@ def test_an_operator_that_cannot_work_is_refused_by_name(monkeypatch):
 )
 def test_inputs_it_cannot_serve_have_a_reason(dtype, dim, value_dim, reason):
     assert reason in why_not_cudnn(torch.device("cuda"), dtype, dim, value_dim)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (query_gradient_reference, None),
+        (lambda *a: query_gradient_reference(*a[:6], a[6] * 1.1, a[7]), "gradient of queries was off by"),
+        (lambda *a: 1 / 0, "a trial failed: ZeroDivisionError"),
+    ],
+    ids=["sound", "wrong", "raises"],
+)
+def test_a_faulty_kernel_fails_its_trial(monkeypatch, kernel, reason):
+    monkeypatch.setattr(attention_cudnn, "has_kernel", lambda dim: True)
+    monkeypatch.setattr(attention_cudnn, "query_gradient", kernel)
+    found = why_not_kernel(CPU, torch.float32, 16)
+    assert found is None if reason is None else reason in found
+
+
+def test_a_trial_without_memory_is_no_verdict(monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(attention_cudnn, "_trial", full)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    with pytest.raises(torch.OutOfMemoryError):
+        why_not_cudnn(torch.device("cuda"), torch.bfloat16, 64, 64)
 
 
 def test_a_faulty_library_fails_the_trial(cudnn, monkeypatch):

@@ -87,15 +87,11 @@ def test_rows_hold_phases_that_add_up(tmp_path):
     ]
     for row in rows:
         assert row.keys() >= set(ROW_FIELDS)
-        phases = [row[f"{name}_seconds"] for name in ("capture", "sample", "replay", "sweep")]
+        phases = [row[f"{name}_seconds"] for name in ("capture", "sample", "replay", "sweep", "finalize")]
         assert sum(filter(None, phases)) == pytest.approx(row["step_seconds"])
         ours = row["system"] == "longstraw"
-        assert [seconds is not None for seconds in phases] == [
-            ours,
-            ours,
-            True,
-            ours and row["gradient_scope"] == "full",
-        ]
+        swept = ours and row["gradient_scope"] == "full"
+        assert [seconds is not None for seconds in phases] == [ours, ours, True, swept, ours]
         assert 0 < row["roofline_share"] < 1
         assert row["peak_gib"] > 0 and row["date"] and row["device"]
 
@@ -108,10 +104,15 @@ def test_a_system_without_memory_has_a_row_and_is_not_asked_for_more(monkeypatch
         raise torch.cuda.OutOfMemoryError("no")
 
     monkeypatch.setitem(group_steps.PEERS, "transformers", too_large)
-    *_, result = run_steps(plan(scopes=(), models=((TINY_QWEN3, ("transformers",)),)), lambda done: None)
-    assert asked == [60]
-    [row] = result.rows()
-    assert row["step_seconds"] is row["peak_gib"] is row["roofline_share"] is None
+    groups = (GROUP, replace(GROUP, prompt_tokens=80), replace(GROUP, prompt_tokens=80, size=2))
+    said = []
+    peer = plan(scopes=(), models=((TINY_QWEN3, ("transformers",)),), groups=groups)
+    *_, result = run_steps(peer, said.append)
+    assert asked == [60, 80], "not 80 with as many responses, but with fewer"
+    assert any("had no memory for a smaller group" in text for text in said)
+    assert len(result.rows()) == 2
+    for row in result.rows():
+        assert row["step_seconds"] is row["peak_gib"] is row["roofline_share"] is None
     assert "no memory" in {text for column in result.table().columns for text in column._cells}
 
 

@@ -205,10 +205,30 @@ def test_dropout_that_does_not_drop_is_plain(monkeypatch):
     undo()
 
 
-def test_wide_models_and_autocast_go_to_peft(monkeypatch):
+def test_wide_models_and_autocast_to_another_dtype_go_to_peft(monkeypatch):
     assert not used(adapted(torch.float32), X, monkeypatch)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.float16):
         assert not used(adapted(), X.bfloat16(), monkeypatch)
+
+
+def test_autocast_to_the_dtype_that_the_model_has_changes_nothing(monkeypatch):
+    """TRL switches bf16 autocast on by default."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert used(adapted(), X.bfloat16(), monkeypatch)
+        assert not used(adapted(), X, monkeypatch), "float32 activations"
+
+
+@pytest.mark.parametrize("function", [lora_linear, added])
+def test_outputs_may_be_written_in_place(function):
+    x, weight, bias, a, b, d_out = draw()
+    leaves = [t.requires_grad_() for t in (x, a, b)]
+    function(x, weight, bias, a, b, SCALE).mul_(2).backward(d_out)
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    (function(x, weight, bias, a, b, SCALE) * 2).backward(d_out)
+    for leaf, gradient in zip(leaves, found, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen36", "glm52"])

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from longstraw_sdk import LifecycleError, UseAfterReleaseError
 from longstraw_sdk.state import Component, PagePool
+from longstraw_sdk.state import pool as pool_module
 
 CPU = torch.device("cpu")
 SMALL = (Component("k", (2,), (3,), torch.float32), Component("v", (2,), (1,), torch.float32))
@@ -83,6 +84,18 @@ def test_free_memory_that_is_too_small_is_dropped_for_what_is_needed(pool):
     assert memory() is None
     assert pool.free_bytes == BYTES[SMALL], "its neighbour is held"
     assert pool.audit() == []
+
+
+def test_allocating_page_by_page_does_not_search_held_pages(pool, monkeypatch):
+    """A prompt of a million tokens in host memory has thousands of pages, each on a slab of its own."""
+    searched = []
+    sound = pool_module._free_run
+    monkeypatch.setattr(pool_module, "_free_run", lambda slab, n: searched.append(n) or sound(slab, n))
+    pages = [allocate(pool, "a", SMALL) for _ in range(50)]
+    assert not searched
+    pool.release_pages("a", pages[20:22])
+    assert allocate(pool, "a", SMALL) in pages[20:22]
+    assert len(searched) == 1
 
 
 def test_a_write_is_counted_for_its_page_alone_and_one_through_the_slab_for_all(pool):

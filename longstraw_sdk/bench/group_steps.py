@@ -36,7 +36,7 @@ class StepPlan:
 
     Args:
         models: the geometries, each with the names of the systems that run on it.
-        groups: measured in this order; a peer that ran out of memory is not asked for a longer prompt.
+        groups: measured in this order; a peer that ran out of memory is not asked for a group that holds that one.
         scopes: gradient scopes of our own runs.
         warm_up: a group before each measurement, which compiles and tunes kernels; None for none.
         ceiling_tokens: size of the products and of the attention that the roofline is measured with.
@@ -122,7 +122,7 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
         "lora_rank": LORA_RANK,
         "tokens": "random",
         "peak_gib": "weights, LoRA, gradients and everything else that the step allocates; no optimizer state",
-        "roofline_share": "least work of the step at the measured ceilings, divided by its time",
+        "roofline_share": "least work of the step at the measured ceilings, divided by its time without sampling",
     }
     for geometry, peers in plan.models:
         model = geometry.build(geometry.n_units, 1, plan.device)
@@ -132,12 +132,16 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
         ceilings = measure_ceilings(config, geometry.dtype, plan.device, plan.ceiling_tokens)
         work = ModelWork.of(model)
         settings[geometry.name] = {"dtype": str(geometry.dtype), "ceilings": asdict(ceilings)} | asdict(work)
-        full = set[str]()  # peers without memory for more
+        full: list[tuple[str, Group]] = []
         for group in plan.groups:
             steps: list[tuple[str, GradientScope, Step]] = [
                 ("longstraw", scope, longstraw_step(scope, plan.options)) for scope in plan.scopes
             ]
-            steps += [(name, "full", PEERS[name]) for name in peers if name not in full]
+            for name in peers:
+                if any(name == system and group.holds(other) for system, other in full):
+                    progress(f"{name} had no memory for a smaller group than {group} and is left out")
+                else:
+                    steps.append((name, "full", PEERS[name]))
             for system, scope, step in steps:
                 if system == "prefix-grouper" and find_spec("prefix_grouper") is None:
                     progress('prefix-grouper is not installed: pip install "longstraw-sdk[bench]"')
@@ -148,7 +152,7 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
                 rows.append(_row(geometry, system, scope, group, found, least, capture))
                 progress(rows[-1].summary)
                 if found.peak_bytes is None:
-                    full.add(system)
+                    full.append((system, group))
                 yield StepResult(preset=plan.preset, settings=settings, machine=describe_machine(), steps=tuple(rows))
         del model
 
@@ -175,8 +179,9 @@ def _row(
         sample_seconds=seconds.get("sample"),
         replay_seconds=seconds.get("replay"),
         sweep_seconds=seconds.get("sweep"),
+        finalize_seconds=seconds.get("finalize"),
         step_seconds=step,
         peak_gib=None if found.peak_bytes is None else found.peak_bytes / GIB,
-        roofline_share=None if step is None else least_seconds / step,
+        roofline_share=None if step is None else least_seconds / (step - seconds.get("sample", 0.0)),
         capture_roofline_share=least_capture_seconds / seconds["capture"] if "capture" in seconds else None,
     )

@@ -14,7 +14,7 @@ from .step_result import PHASES, StepResult
 
 _COLORS = {"longstraw": "#1b6ca8"}
 _OTHER = "#d1603d"
-_STEP_COLORS = ("#1b6ca8", "#b8a13a", "#6aa5d1", "#7a8b99")
+_STEP_COLORS = ("#1b6ca8", "#b8a13a", "#6aa5d1", "#7a8b99", "#333333")
 
 
 def plot_peaks(result: PeakResult, output_dir: Path) -> Path:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .result import BenchResult
 
-PHASES = ("capture", "sample", "replay", "sweep")
+PHASES = ("capture", "sample", "replay", "sweep", "finalize")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class StepRow:
     sample_seconds: float | None
     replay_seconds: float | None
     sweep_seconds: float | None
+    finalize_seconds: float | None
     step_seconds: float | None
     peak_gib: float | None
     roofline_share: float | None
@@ -55,9 +56,9 @@ class StepResult(BenchResult):
     @property
     def note(self) -> str:
         return (
-            "One group, forward and backward, without the optimizer's step. GiB is the peak with weights. Roofline is "
-            "the least work at speeds measured in the same run, as a share of the time. A dash: the system has no such "
-            "phase, and all that it does counts as replay."
+            "One group in an open session, forward and backward, without the optimizer's step. GiB is the peak with "
+            "weights. Roofline is the least work at speeds measured in the same run, as a share of the time without "
+            "sampling. A dash: the system has no such phase, and all that it does counts as replay."
         )
 
     def table(self) -> Table:

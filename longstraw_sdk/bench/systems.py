@@ -31,6 +31,10 @@ class Group:
     response_tokens: int
     seed: int = 0
 
+    def holds(self, other: Group) -> bool:
+        """Whether it is at least as large as `other` in everything."""
+        return all(getattr(self, name) >= getattr(other, name) for name in ("prompt_tokens", "size", "response_tokens"))
+
     def draw(self, model: CausalLM) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """Random ids [P] and `size` times [R], and advantages [G]."""
         embeddings = base_model_of(model).get_input_embeddings()
@@ -103,7 +107,8 @@ def longstraw_step(scope: GradientScope, options: Options) -> Step:
                 with phases.timed("sweep"):
                     prefix.sweep()
             prefix.release()
-            session.finalize()
+            with phases.timed("finalize"):
+                session.finalize()
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -69,8 +70,13 @@ class TransformersAdapter(ResidentStateAdapter):
         return lambda: model.set_attn_implementation(stock)
 
     def bind(self, model: CausalLM) -> Callable[[], None]:
-        uninstall = self.install(model)
-        unswap = swap_lora_linears(model)
+        undo = ExitStack()
+        undo.callback(self.install(model))
+        try:
+            undo.callback(swap_lora_linears(model))
+        except BaseException:
+            undo.close()
+            raise
         # transformers drops the cache of a checkpointed layer unless the layer says that it only reads it. A resident
         # cache is only read: its updates are functional.
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -79,8 +85,7 @@ class TransformersAdapter(ResidentStateAdapter):
             layer._can_checkpoint_with_cache = True
 
         def unbind() -> None:
-            unswap()
-            uninstall()
+            undo.close()
             for layer, flag in zip(layers, flags, strict=True):
                 if flag is None:
                     del layer._can_checkpoint_with_cache

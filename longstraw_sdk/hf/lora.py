@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def swap_lora_linears(model: CausalLM) -> Callable[[], None]:
     return swap_classes((layer, swapped[type(layer)], {}) for layer in layers if type(layer) in swapped)
 
 
+@cache
 def _narrow(stock: Any) -> type:
     class NarrowLoRALinear(stock):
         """Computes what PEFT computes; whatever is not one plain adapter on a plain linear goes to PEFT."""
@@ -52,7 +54,9 @@ def _narrow(stock: Any) -> type:
 
 def _plain_adapter(layer: Any, x: torch.Tensor) -> str | None:
     """The one adapter that acts on this forward, if `lora_linear` computes all that PEFT would."""
-    if x.dtype not in NARROW or torch.is_autocast_enabled(x.device.type) or layer.disable_adapters or layer.merged:
+    kind = x.device.type
+    other = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype
+    if x.dtype not in NARROW or other or layer.disable_adapters or layer.merged:
         return None
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(active) != 1 or active[0] in layer.lora_variant:

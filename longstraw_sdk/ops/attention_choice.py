@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from ..errors import ConfigurationError
-from .attention_cudnn import CudnnAttention, why_not_cudnn
+from .attention_cudnn import CudnnAttention, why_not_cudnn, why_not_kernel
 from .attention_parts import AttentionOperator
 from .attention_reference import ReferenceAttention
 
@@ -34,14 +34,8 @@ def _choose(asked: str, device: torch.device, dtype: torch.dtype, dim: int, valu
     reason = "it was asked for" if asked == "reference" else why_not_cudnn(device, dtype, dim, value_dim)
     if asked == "cudnn" and reason is not None:
         raise ConfigurationError(f"{VARIABLE}='cudnn' cannot be used: {reason}")
-    chosen: AttentionOperator = CudnnAttention() if reason is None else ReferenceAttention()
-    _LOG.info(
-        "prefix attention of %s on %s, heads of %d and %d: %s%s",
-        dtype,
-        device,
-        dim,
-        value_dim,
-        chosen.name,
-        "" if reason is None else f", because {reason}",
-    )
+    without = why_not_kernel(device, dtype, dim) if reason is None else None
+    chosen: AttentionOperator = ReferenceAttention() if reason else CudnnAttention(with_kernel=without is None)
+    told = f", because {reason}" if reason else f", its kernel for queries alone unused: {without}" if without else ""
+    _LOG.info("prefix attention of %s on %s, heads of %d and %d: %s", dtype, device, dim, value_dim, chosen.name + told)
     return chosen

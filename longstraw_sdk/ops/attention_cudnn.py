@@ -6,14 +6,14 @@ keys. Where nobody collects gradients of the prefix, a kernel of our own compute
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ..state.resident import Block, PagedView
 from .attention_parts import Gradients, Part, merge_parts
 from .attention_reference import ReferenceAttention
-from .query_gradient import has_kernel, query_gradient
+from .query_gradient import has_kernel, query_gradient, query_gradient_reference
 
 KEYS_PER_CALL = 131_072
 """Rows of the prefix per kernel. Bounds what its backward allocates for them: 268 MB twice at 4 heads of 256."""
@@ -24,13 +24,26 @@ FEW_QUERIES = 1024
 KEYS_PER_SPLIT = 4096
 
 
+FEW_NEW_TOKENS = 16
+"""Up to so many new tokens the reference computes their causal part: it is small, and while rows decode its number of
+keys grows with every token, for each of which cuDNN would build and keep a plan."""
+
+
 class CudnnAttention:
-    """Implements `AttentionOperator` for bfloat16 and float16."""
+    """Implements `AttentionOperator` for bfloat16 and float16; `with_kernel` uses `query_gradient`."""
 
     name = "cudnn"
-    needs_out = True
+
+    def __init__(self, *, with_kernel: bool):
+        self.with_kernel = with_kernel
+        self._few = ReferenceAttention()
+
+    def pages_need_out(self, view: PagedView) -> bool:
+        return view.accumulate or not self.with_kernel
 
     def attend_causally(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
+        if q.shape[3] <= FEW_NEW_TOKENS:
+            return self._few.attend_causally(q, k, v, scale)
         batch = _batch_first(q)
         parts = []
         for keys, causal in _causal_parts(q, k):
@@ -41,6 +54,8 @@ class CudnnAttention:
     def back_causally(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Gradients, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if q.shape[3] <= FEW_NEW_TOKENS:
+            return self._few.back_causally(q, k, v, row, scale)
         assert row.out is not None
         d_q = torch.zeros_like(q, dtype=torch.float32)
         d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
@@ -63,12 +78,12 @@ class CudnnAttention:
         return q.new_zeros(*q.shape[:-1], value_dim, dtype=torch.float32), lse
 
     def back_to_pages(self, q: torch.Tensor, row: Gradients, view: PagedView, scale: float) -> torch.Tensor:
-        assert row.out is not None
         d_q = torch.zeros_like(q, dtype=torch.float32)
         for k, v, grads in _pieces(view, with_grads=True):
-            if grads is None and has_kernel(q.shape[-1]):
+            if grads is None and self.with_kernel:
                 query_gradient(q, k, v, row.d_out, row.lse, row.delta, scale, d_q)
                 continue
+            assert row.out is not None
             given = (row.d_out[None], q[None], k[None], v[None], row.out[None], row.lse[None, ..., None])
             found = _backward(*given, False, scale)
             d_q += found[0][0]
@@ -187,10 +202,23 @@ def why_not_cudnn(device: torch.device, dtype: torch.dtype, dim: int, value_dim:
         return f"heads of {dim} and {value_dim} numbers are not equal multiples of 8 up to 256"
     if not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
+    return _tried(lambda: _trial(device, dtype, dim))
+
+
+def why_not_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+    """The same for `query_gradient`."""
+    if not has_kernel(dim):
+        return f"Triton is not installed or heads of {dim} are no power of two"
+    return _tried(lambda: _kernel_trial(device, dtype, dim))
+
+
+def _tried(trial: Callable[[], str | None]) -> str | None:
     try:
-        return _trial(device, dtype, dim)
-    except RuntimeError as error:
-        return f"a trial failed: {str(error).splitlines()[0]}"
+        return trial()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and libraries raise whatever they like
+        return f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 MAX_TRIAL_ERROR = 0.03
@@ -203,13 +231,30 @@ def _trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
     shapes = ((2, 2, 2, 64, dim), (2, 2, 128, dim), (2, 2, 128, dim), (2, 2, 2, 64, dim))
     q, k, v, d_out = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
     scale = dim**-0.5
-    found = _both_ways(CudnnAttention(), q, k, v, d_out, scale)
+    found = _both_ways(CudnnAttention(with_kernel=False), q, k, v, d_out, scale)
     wanted = _both_ways(ReferenceAttention(), q.float(), k.float(), v.float(), d_out.float(), scale)
     for name, a, b in zip(("output", "gradient of queries", "of keys", "of values"), found, wanted, strict=True):
-        error = float((a.float() - b).norm() / b.norm())
-        if not error <= MAX_TRIAL_ERROR:
-            return f"in a trial its {name} was off by {error:.1e} (relative L2)"
+        if reason := _too_far(name, a, b):
+            return reason
     return None
+
+
+def _kernel_trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+    """70 queries through 150 keys that lie token after token, as on pages."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, d_out = (torch.randn(2, 70, dim, generator=generator, device=device).to(dtype) for _ in range(2))
+    k, v = (torch.randn(150, 2, dim, generator=generator, device=device).to(dtype).transpose(0, 1) for _ in range(2))
+    lse = (q.float() @ k.float().transpose(1, 2) * dim**-0.5).logsumexp(-1)
+    delta, found = torch.zeros_like(lse), torch.zeros_like(q, dtype=torch.float32)
+    wanted = torch.zeros_like(found)
+    query_gradient(q, k, v, d_out, lse, delta, dim**-0.5, found)
+    query_gradient_reference(q, k, v, d_out, lse, delta, dim**-0.5, wanted)
+    return _too_far("gradient of queries", found, wanted)
+
+
+def _too_far(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None:
+    error = float((found.float() - wanted).norm() / wanted.norm())
+    return None if error <= MAX_TRIAL_ERROR else f"in a trial its {name} was off by {error:.1e} (relative L2)"
 
 
 def _both_ways(

@@ -17,7 +17,7 @@ class Gradients(NamedTuple):
 
     `d_out` [..., Dv] is the gradient of the attention output, in the dtype of the query; `lse` [...] the log-sum-exp
     over all keys and `delta` [...] the sum of `out * d_out`, both in the accumulation dtype; `out` [..., Dv] is the
-    output, or None where the operator has no use for it.
+    output, or None for pages where the operator has no use for it.
     """
 
     d_out: torch.Tensor
@@ -36,9 +36,8 @@ class AttentionOperator(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def needs_out(self) -> bool:
-        """Whether gradients need `Gradients.out`."""
+    def pages_need_out(self, view: PagedView) -> bool:
+        """Whether `back_to_pages` needs `Gradients.out`, which then travels over the ranks of a context."""
 
     def attend_causally(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part: ...
 

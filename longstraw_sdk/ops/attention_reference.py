@@ -23,7 +23,9 @@ class ReferenceAttention:
     """Implements `AttentionOperator`."""
 
     name = "reference"
-    needs_out = False
+
+    def pages_need_out(self, view: PagedView) -> bool:
+        return False
 
     def attend_causally(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
         q, k, v = _scaled(q, scale), _wide(k), _wide(v)

@@ -31,16 +31,17 @@ def lora_linear(
         weight, bias: [out, in] and [out] in the dtype of `x`; no gradient is computed of them.
         lora_a, lora_b: [r, in] and [out, r], usually float32; so are their gradients.
     """
-    out: torch.Tensor = _LoRALinear.apply(x, weight, bias, lora_a, lora_b, scale)
-    return out
+    # Views are made here: a view made inside of a Function could not be written in place.
+    out: torch.Tensor = _LoRALinear.apply(x.flatten(0, -2), weight, bias, lora_a, lora_b, scale)
+    return out.unflatten(0, x.shape[:-1])
 
 
 def add_lora(
     out: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """`out + scale * (x A^T) B^T` in the dtype of `x`: for a base output [..., out] of another kind, as quantised."""
-    added: torch.Tensor = _AddLoRA.apply(out, x, lora_a, lora_b, scale)
-    return added
+    added: torch.Tensor = _AddLoRA.apply(out.flatten(0, -2), x.flatten(0, -2), lora_a, lora_b, scale)
+    return added.view_as(out)
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -55,21 +56,19 @@ class _LoRALinear(torch.autograd.Function):
         lora_b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        rows = x.flatten(0, -2)
-        inner, wide_b = _side_product(rows, lora_a, lora_b, scale)
-        out = F.linear(rows, weight, bias).addmm_(inner, wide_b.T)
+        inner, wide_b = _side_product(x, lora_a, lora_b, scale)
         ctx.save_for_backward(x, weight, lora_a, lora_b, inner)
         ctx.scale = scale
-        return out.unflatten(0, x.shape[:-1])
+        return F.linear(x, weight, bias).addmm_(inner, wide_b.T)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         x, weight, lora_a, lora_b, inner = ctx.saved_tensors
         wants_x, _, _, *wanted, _ = ctx.needs_input_grad
-        d_out = grad_outputs[0].flatten(0, -2)
+        d_out = grad_outputs[0]
         d_inner, d_a, d_b = _back(d_out, x, lora_b, inner, ctx.scale, wanted, lora_a.dtype)
-        d_x = (d_out @ weight).addmm_(d_inner, lora_a.to(x.dtype)).view_as(x) if wants_x else None
+        d_x = (d_out @ weight).addmm_(d_inner, lora_a.to(x.dtype)) if wants_x else None
         return d_x, None, None, d_a, d_b, None
 
 
@@ -79,10 +78,10 @@ class _AddLoRA(torch.autograd.Function):
     def forward(
         ctx: Any, out: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        inner, wide_b = _side_product(x.flatten(0, -2), lora_a, lora_b, scale)
+        inner, wide_b = _side_product(x, lora_a, lora_b, scale)
         ctx.save_for_backward(x, lora_a, lora_b, inner)
         ctx.scale = scale
-        return torch.addmm(out.flatten(0, -2), inner, wide_b.T).view_as(out)
+        return torch.addmm(out, inner, wide_b.T)
 
     @staticmethod
     @without_autocast
@@ -90,8 +89,8 @@ class _AddLoRA(torch.autograd.Function):
         x, lora_a, lora_b, inner = ctx.saved_tensors
         _, wants_x, *wanted, _ = ctx.needs_input_grad
         d_out = grad_outputs[0]
-        d_inner, d_a, d_b = _back(d_out.flatten(0, -2), x, lora_b, inner, ctx.scale, wanted, lora_a.dtype)
-        d_x = (d_inner @ lora_a.to(x.dtype)).view_as(x) if wants_x else None
+        d_inner, d_a, d_b = _back(d_out, x, lora_b, inner, ctx.scale, wanted, lora_a.dtype)
+        d_x = d_inner @ lora_a.to(x.dtype) if wants_x else None
         return d_out, d_x, d_a, d_b, None
 
 
@@ -113,13 +112,13 @@ def _back(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the inner product [n, r], and of A and B, where they are `wanted`, in `dtype`."""
     d_inner = d_out @ (lora_b * scale).to(x.dtype)
-    d_a = _wide_product(d_inner.T, x.flatten(0, -2)).to(dtype) if wanted[0] else None
+    d_a = _wide_product(d_inner.T, x).to(dtype) if wanted[0] else None
     d_b = _wide_product(d_out.T, inner).mul_(scale).to(dtype) if wanted[1] else None
     return d_inner, d_a, d_b
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` in float32, whose sums over all tokens are not rounded to the narrow dtype."""
+    """`a @ b` in float32: sums over all tokens are not rounded to the narrow dtype. Only CUDA needs no wide copies."""
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

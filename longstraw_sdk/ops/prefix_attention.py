@@ -63,11 +63,11 @@ class _PrefixAttention(torch.autograd.Function):
         q, out, d_out = (_grouped(x, key) for x in (query, out, grad_outputs[0]))
         k, v = (_seen(_heads_first(x), view) for x in (key, value))
         delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [Hkv, B, g, T]
-        row = Gradients(d_out, lse, delta, out if operator.needs_out else None)
+        row = Gradients(d_out, lse, delta, out)
         d_q, d_k, d_v = operator.back_causally(q, k, v, row, scale)
         if view is not None:
             view.mark_gradient()
-            row = _all_rows(row, view)
+            row = _all_rows(row, view, with_out=operator.pages_need_out(view))
             d_q += _own_queries(operator.back_to_pages(_all_queries(q, view), row, view, scale), q, view)
             d_k, d_v = (_own_rows(x, key.shape[2], view) for x in (d_k, d_v))
         d_query = _ungrouped(d_q).to(query.dtype)
@@ -105,10 +105,10 @@ def _all_queries(own: torch.Tensor, view: PagedView) -> torch.Tensor:
     return view.context.gather_tokens(own.flatten(1, 3))
 
 
-def _all_rows(own: Gradients, view: PagedView) -> Gradients:
+def _all_rows(own: Gradients, view: PagedView, *, with_out: bool) -> Gradients:
     """What belongs to the queries of `_all_queries`."""
     lse, delta = (_all_queries(x[..., None], view)[..., 0] for x in (own.lse, own.delta))
-    out = None if own.out is None else _all_queries(own.out, view)
+    out = _all_queries(own.out, view) if with_out and own.out is not None else None
     return Gradients(_all_queries(own.d_out, view), lse, delta, out)
 
 

@@ -20,11 +20,11 @@ from .specs import Component
 class Slab:
     """Memory of adjacent pages: one tensor per component, contiguous token after token."""
 
-    def __init__(self, components: tuple[Component, ...], n_tokens: int, device: torch.device):
+    def __init__(self, components: tuple[Component, ...], n_tokens: int, device: torch.device, *, pinned: bool):
         self.components = components
         self.device = device
-        # Only pinned host memory is copied while a GPU computes.
-        pinned = device.type == "cpu" and torch.cuda.is_available()
+        self.n_free = 0
+        """Free pages."""
         self.tensors = {c.name: c.empty_rows(n_tokens, device, pinned=pinned) for c in components}
 
     def rows(self, start: int, end: int) -> dict[str, torch.Tensor]:
@@ -65,6 +65,9 @@ class Page:
             tensor.fill_(value)
 
 
+_Kind = tuple[tuple[Component, ...], torch.device]
+
+
 class PagePool:
     """Allocates pages to owners, takes them back, reuses them.
 
@@ -78,8 +81,9 @@ class PagePool:
         self.page_tokens = page_tokens
         self.poison = poison
         self._live: dict[str, list[Page]] = {}
-        # Lists of all pages of one slab. Slabs do not know their pages: memory of a cycle would wait for a collection.
-        self._slabs: dict[tuple[tuple[Component, ...], torch.device], list[list[Page]]] = defaultdict(list)
+        # Slabs do not know their pages: memory of a cycle would wait for a collection.
+        self._slabs: dict[_Kind, dict[Slab, list[Page]]] = defaultdict(dict)
+        self._with_free: dict[_Kind, dict[Slab, list[Page]]] = defaultdict(dict)
         self._next_number = 0
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -91,17 +95,29 @@ class PagePool:
         self._live[owner] = []
 
     def allocate(
-        self, owner: str, components: Sequence[Component], device: torch.device, n_pages: int = 1
+        self,
+        owner: str,
+        components: Sequence[Component],
+        device: torch.device,
+        n_pages: int = 1,
+        *,
+        pinned: bool = False,
     ) -> list[Page]:
-        """Hand `n_pages` adjacent pages to `owner`. Their content is undefined (NaN under `poison`)."""
+        """Hand `n_pages` adjacent pages to `owner`. Their content is undefined (NaN under `poison`).
+
+        `pinned` host memory is what copies to a GPU while it computes.
+        """
         if owner not in self._live:
             raise LifecycleError(f"owner {owner!r} is not open: open it first, or it was released already")
-        slabs = self._slabs[tuple(components), device]
-        pages = next((run for slab in slabs if (run := _free_run(slab, n_pages))), None)
+        kind = (tuple(components), device)
+        pages = next((run for held in self._with_free[kind].values() if (run := _free_run(held, n_pages))), None)
         if pages is None:
-            slabs[:] = filter(_is_held, slabs)  # the others are too small, and the new one may need their memory
-            pages = self._new_slab(tuple(components), device, n_pages)
-            slabs.append(pages)
+            self._drop_free(kind)  # all too small, and the new slab may need their memory
+            pages = self._new_slab(kind, n_pages, pinned=pinned)
+        slab = pages[0].slab
+        slab.n_free -= n_pages
+        if not slab.n_free:
+            del self._with_free[kind][slab]
         for page in pages:
             page.owner = owner
             if self.poison:
@@ -111,12 +127,20 @@ class PagePool:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return pages
 
-    def _new_slab(self, components: tuple[Component, ...], device: torch.device, n_pages: int) -> list[Page]:
+    def _new_slab(self, kind: _Kind, n_pages: int, *, pinned: bool) -> list[Page]:
         n = self.page_tokens
-        slab = Slab(components, n_pages * n, device)
+        slab = Slab(kind[0], n_pages * n, kind[1], pinned=pinned)
+        slab.n_free = n_pages
         pages = [Page(slab, i * n, (i + 1) * n, self._next_number + i) for i in range(n_pages)]
         self._next_number += n_pages
-        return pages
+        self._slabs[kind][slab] = self._with_free[kind][slab] = pages
+        return list(pages)
+
+    def _drop_free(self, kind: _Kind) -> None:
+        """Forget slabs that hold free pages only."""
+        for slab, pages in list(self._with_free[kind].items()):
+            if slab.n_free == len(pages):
+                del self._slabs[kind][slab], self._with_free[kind][slab]
 
     def release_pages(self, owner: str, pages: Sequence[Page]) -> None:
         """Take single pages back while `owner` stays open."""
@@ -139,13 +163,16 @@ class PagePool:
         if self.poison:
             page.fill_(float("nan"))
         page.owner = None
+        kind = (page.slab.components, page.slab.device)
+        page.slab.n_free += 1
+        self._with_free[kind][page.slab] = self._slabs[kind][page.slab]
         self.live_bytes -= page.n_bytes
 
     def trim(self) -> int:
         """Drop all memory that holds free pages only, and return its bytes."""
         before = self.free_bytes
-        for slabs in self._slabs.values():
-            slabs[:] = filter(_is_held, slabs)
+        for kind in list(self._with_free):
+            self._drop_free(kind)
         return before - self.free_bytes
 
     @property
@@ -158,7 +185,7 @@ class PagePool:
 
     def _pages(self) -> Iterator[Page]:
         for slabs in self._slabs.values():
-            for pages in slabs:
+            for pages in slabs.values():
                 yield from pages
 
     def audit(self) -> list[str]:
@@ -190,13 +217,10 @@ class PagePool:
 
 def _free_run(slab: list[Page], n_pages: int) -> list[Page]:
     """The first `n_pages` free pages that lie next to each other; [] if there are not so many."""
-    run: list[Page] = []
-    for page in slab:
-        run = [] if page.owner is not None else [*run, page]
-        if len(run) == n_pages:
-            return run
+    first = 0
+    for i, page in enumerate(slab):
+        if page.owner is not None:
+            first = i + 1
+        elif i + 1 - first == n_pages:
+            return slab[first : i + 1]
     return []
-
-
-def _is_held(slab: list[Page]) -> bool:
-    return any(page.owner is not None for page in slab)

@@ -72,7 +72,11 @@ class PagedLayerState:
         # In host memory one by one: PyTorch rounds each pinned allocation up to a power of two.
         wanted = 1 if self.stager is not None else max(n_tokens, self.expected_tokens - self.n_tokens)
         n_pages = -(-wanted // self.page_tokens)
-        self.pages += self._pool.allocate(self._owner, self.components, self.device, n_pages)
+        self.pages += self._pool.allocate(self._owner, self.components, self.device, n_pages, pinned=self._pinned)
+
+    @property
+    def _pinned(self) -> bool:
+        return self.stager is not None and self.stager.device.type == "cuda"
 
     @property
     def page_tokens(self) -> int:
@@ -154,7 +158,7 @@ class PagedLayerState:
                 self.values(0, limit)  # a released page raises
                 yield Block(self._staged_rows(0, limit), None)
             return
-        if with_grads and self._accumulator_components:
+        if with_grads and limit and self._accumulator_components:
             self._ensure_accumulators()
             self.has_gradient = True
         for first, last in self._adjacent(-(-limit // self.page_tokens)):
@@ -218,7 +222,7 @@ class PagedLayerState:
         components = self._accumulator_components
         while missing := len(self.pages) - len(self._accumulators):
             n_pages = 1 if self.stager is not None else missing
-            pages = self._pool.allocate(self._owner, components, self.device, n_pages)
+            pages = self._pool.allocate(self._owner, components, self.device, n_pages, pinned=self._pinned)
             for page in pages:
                 page.fill_(0.0)
             self._accumulators += pages
