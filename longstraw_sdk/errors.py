@@ -43,3 +43,9 @@ class UseAfterReleaseError(LifecycleError):
 
 class WitnessError(LongStrawError, RuntimeError):
     """The resident state changed between capture and replay; the message names layer and page."""
+
+
+def require_at_least(name: str, value: object, least: int) -> None:
+    """Raise `ConfigurationError` unless the option `name` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}")

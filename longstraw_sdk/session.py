@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .adapter import ResidentStateAdapter, adapter_for
 from .backends import ShardingBackend, make_backend
 from .bound import BoundModel, bind_model
-from .errors import ConfigurationError, LifecycleError
+from .errors import ConfigurationError, LifecycleError, require_at_least
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
 from .ops.attention_choice import VARIABLE as ATTENTION_VARIABLE
 from .prefix import Prefix, SessionCore, SessionStats
@@ -85,9 +85,9 @@ class LongStrawSession:
         _one_of("gradient_scope", gradient_scope, get_args(GradientScope))
         _one_of("prefix_adapter", prefix_adapter, get_args(PrefixAdapter))
         _one_of("state_device", state_device, get_args(StateDevice))
-        _at_least("page_tokens", page_tokens, 1)
+        require_at_least("page_tokens", page_tokens, 1)
         if replay_tokens is not None:
-            _at_least("replay_tokens", replay_tokens, 1)
+            require_at_least("replay_tokens", replay_tokens, 1)
         if not _is_number(temperature) or not 0 < temperature < math.inf:
             raise ConfigurationError(f"temperature must be a positive finite number, got {temperature!r}")
         require_trainable_lora(model)
@@ -121,7 +121,7 @@ class LongStrawSession:
                 bound = bind_model(model, self.adapter)
                 if context is not None:
                     context.check_device(bound.device)
-                _at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
+                require_at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
                 placement = _placement(state_device, bound.device)
                 bound.check_checkpointing()
                 if probe:
@@ -331,17 +331,12 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigurationError(f"{name}={value!r} is not known; allowed: {', '.join(map(repr, allowed))}")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}")
-
-
 def _backend(
     backend: ShardingBackend | str | None, context_parallel_size: int, expert_parallel_size: int
 ) -> ShardingBackend:
     sizes = {"context_parallel_size": context_parallel_size, "expert_parallel_size": expert_parallel_size}
     for name, size in sizes.items():
-        _at_least(name, size, 1)
+        require_at_least(name, size, 1)
     if backend is None or isinstance(backend, str):
         return make_backend(backend or "auto", context_parallel_size, expert_parallel_size)
     for (name, size), group in zip(sizes.items(), (backend.context, backend.experts), strict=True):

@@ -7,6 +7,7 @@ import rank_simulation as simulation
 import torch
 
 from longstraw_sdk import LongStrawSession
+from longstraw_sdk.bench import simulated_rank
 from longstraw_sdk.bench.estimate import (
     Links,
     PhaseEstimate,
@@ -247,7 +248,7 @@ def test_short_measurements_are_repeated_and_the_fastest_counts(monkeypatch, max
     workload = dataclasses.replace(WORKLOAD, max_runs=max_runs, enough_seconds=enough_seconds)
     with SimulatedRank(TINY_QWEN36, 2, 0, 64, workload) as rank:
         seconds = iter([0.015, 0.01, 0.03])
-        monkeypatch.setattr(rank, "_seconds", lambda action: (action(), next(seconds))[1])
+        monkeypatch.setattr(simulated_rank, "seconds_of", lambda action, device: (action(), next(seconds))[1])
         calls = []
         found = rank._measure(lambda: calls.append("run"), lambda: calls.append("prepare"))
     assert calls == ["prepare", "run"] * (n_runs + 1), "and once under the memory trace"

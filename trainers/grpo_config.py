@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from longstraw_sdk.backends.choice import NAMES
 from longstraw_sdk.backends.ranks import check_sizes
-from longstraw_sdk.errors import ConfigurationError
+from longstraw_sdk.errors import ConfigurationError, require_at_least
 from longstraw_sdk.types import GradientScope, PrefixAdapter, StateDevice
 
 
@@ -68,9 +68,7 @@ class LongStrawGRPOConfig(GRPOConfig):
                 "leave both at 1. Ranks that share one prompt are LongStraw's context_parallel_size"
             )
         for option in ("context_parallel_size", "expert_parallel_size"):
-            size = getattr(self, option)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigurationError(f"{option} must be an integer of at least 1, got {size!r}")
+            require_at_least(option, getattr(self, option), 1)
         size = self.context_parallel_size
         if self.generation_batch_size is not None:
             self.generation_batch_size *= size

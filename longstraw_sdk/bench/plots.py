@@ -79,7 +79,8 @@ def plot_steps(result: StepResult, output_dir: Path) -> Path:
     """Write `<preset>.png`: seconds of a step by phase, and its peak; one bar per row."""
     figure = Figure(figsize=(10, 1.5 + 0.45 * len(result.steps)), layout="constrained")
     seconds, peak = figure.subplots(1, 2, sharey=True)
-    names = [f"{r.model}, {r.prompt_tokens:,}, G={r.group}\n{r.system} ({r.gradient_scope})" for r in result.steps]
+    names = [f"{row.heading}\n{row.system} ({row.gradient_scope})" for row in result.steps]
+    peaks = [row.peak_gib or 0.0 for row in result.steps]
     left = [0.0] * len(names)
     for phase, color in zip(PHASES, _STEP_COLORS, strict=True):
         widths = [getattr(row, f"{phase}_seconds") or 0.0 for row in result.steps]
@@ -87,8 +88,8 @@ def plot_steps(result: StepResult, output_dir: Path) -> Path:
             label = "replay, or forward and backward" if phase == "replay" else phase
             seconds.barh(names, widths, left=left, label=label, color=color)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-    peak.barh(names, [row.peak_gib or 0.0 for row in result.steps], color="#7a8b99")
-    for axes, found in ((seconds, left), (peak, [row.peak_gib or 0.0 for row in result.steps])):
+    peak.barh(names, peaks, color="#7a8b99")
+    for axes, found in ((seconds, left), (peak, peaks)):
         for i, (row, value) in enumerate(zip(result.steps, found, strict=True)):
             axes.annotate(
                 "out of memory" if row.step_seconds is None else f"{value:.3g}",

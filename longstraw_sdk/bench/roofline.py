@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from ..lora import base_model_of
 from ..types import CausalLM, GradientScope
+from .device import fastest_attention, seconds_of
 
 
 @dataclass(frozen=True)
@@ -122,25 +122,10 @@ def measure_ceilings(config: Any, dtype: torch.dtype, device: torch.device, n_to
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    from .systems import fastest_attention
-
     with fastest_attention():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, n_runs: int = 5) -> float:
     run()
-    best = float("inf")
-    for _ in range(n_runs):
-        synchronize(device)
-        began = time.perf_counter()
-        run()
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return best
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock sees what it did."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return min(seconds_of(run, device) for _ in range(n_runs))

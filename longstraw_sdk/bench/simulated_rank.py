@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -16,6 +15,7 @@ from ..lora import base_model_of
 from ..replay import replay_rows
 from ..state import Component, PagedSpec, PagePool, ResidentState
 from ..sweep import sweep_chunk
+from .device import seconds_of
 from .geometry import Geometry
 from .simulated_context import SimulatedBackend
 
@@ -93,7 +93,9 @@ class SimulatedRank:
 
         with torch.no_grad():
             cost = self._measure(forward)
-            append = self._seconds(lambda: state.append_chunk(chunk, outputs[0].produced, keep_boundaries=True))
+            append = seconds_of(
+                lambda: state.append_chunk(chunk, outputs[0].produced, keep_boundaries=True), self.device
+            )
         return replace(cost, seconds=cost.seconds + append)
 
     def sweep_chunk(self) -> Cost:
@@ -181,21 +183,10 @@ class SimulatedRank:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             allocated = torch.cuda.memory_allocated(self.device)
-        seconds = self._seconds(action)
+        seconds = seconds_of(action, self.device)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
         return Cost(
             seconds=seconds,
             received_bytes=self.context.received_bytes - received,
             workspace_bytes=peak - allocated,
         )
-
-    def _seconds(self, action: Callable[[], object]) -> float:
-        self._wait()
-        began = time.perf_counter()
-        action()
-        self._wait()
-        return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ..evidence.memory import trace_memory
@@ -19,7 +18,7 @@ from ..lora import base_model_of
 from ..ops import selective_log_probs
 from ..session import LongStrawSession
 from ..types import CausalLM, GradientScope
-from .roofline import synchronize
+from .device import fastest_attention, synchronize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,15 +197,6 @@ def _weighted(base: Any, hidden: torch.Tensor, row: torch.Tensor, advantage: tor
     head = base.get_output_embeddings()
     logps, _ = selective_log_probs(hidden, row, head, head.weight.shape[0], 1.0)
     return -advantage * logps.mean()
-
-
-def fastest_attention() -> AbstractContextManager[None]:
-    """PyTorch's attention with cuDNN first, which is the fastest that it has on an H200."""
-    if not torch.cuda.is_available():
-        return nullcontext()
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    found: AbstractContextManager[None] = sdpa_kernel(kernels, set_priority=True)
-    return found
 
 
 @dataclass(frozen=True)

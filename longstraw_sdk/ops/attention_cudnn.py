@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..state.resident import Block, PagedView
-from .attention_parts import Gradients, Part, merge_parts
+from ..state.resident import PagedView
+from .attention_parts import AttentionOperator, Gradients, Part, merge_parts
 from .attention_reference import ReferenceAttention
 from .query_gradient import has_kernel, query_gradient, query_gradient_reference
 
@@ -22,7 +22,6 @@ FEW_QUERIES = 1024
 """Up to so many queries [N] per head the keys are split over the batch axis, so that all of the device computes."""
 
 KEYS_PER_SPLIT = 4096
-
 
 FEW_NEW_TOKENS = 16
 """Up to so many new tokens the reference computes their causal part: it is small, and while rows decode its number of
@@ -98,7 +97,6 @@ Piece = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | No
 
 def _pieces(view: PagedView, *, with_grads: bool) -> Iterator[Piece]:
     """Keys and values [Hkv, n, D] of the prefix, and their gradients if they are collected."""
-    block: Block
     for block in view.runs(with_grads=with_grads):
         k, v = block.values["k"], block.values["v"]
         for start in range(0, k.shape[1], KEYS_PER_CALL):
@@ -258,7 +256,7 @@ def _too_far(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None
 
 
 def _both_ways(
-    operator: CudnnAttention | ReferenceAttention,
+    operator: AttentionOperator,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
