@@ -62,7 +62,13 @@ class StepResult(BenchResult):
         )
 
     def table(self) -> Table:
-        table = Table("seconds of", title=f"{self.preset} on {self.machine['device']}", box=SIMPLE)
+        table = Table(
+            "seconds of",
+            title=f"{self.preset} on {self.machine['device']}",
+            box=SIMPLE,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
         phases = [name for name in PHASES if any(getattr(row, f"{name}_seconds") for row in self.steps)]
         for name in (*phases, "step", "GiB", "roofline"):
             table.add_column(name, justify="right")
