@@ -36,12 +36,14 @@ class StateView:
         boundary: the chunk boundary that the forward starts from; it sees the first `bounds[boundary]` tokens.
         n_rows: rows B of the forward; all of them continue the same prefix.
         accumulate: collect gradients with respect to what is read.
+        state_only: only what the forward produces is wanted; its last hidden state may be anything.
     """
 
     state: ResidentState
     boundary: int
     n_rows: int = 1
     accumulate: bool = False
+    state_only: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -65,8 +67,9 @@ class DecoderOutput:
     """Result of one decoder forward.
 
     Args:
-        hidden: [B, T, H], the last hidden state, after the final norm and before the LM head. Under context parallelism
-            T is the width of this rank's slice, padding included.
+        hidden: [B, T, H], the last hidden state, after the final norm and before the LM head; if the view was
+            `state_only`, anything of that shape. Under context parallelism T is the width of this rank's slice,
+            padding included.
         produced: for every `StateSpec.key`, component name -> tensor with a batch axis in front: the T new rows of a
             paged spec [B, *leading, T, *trailing], the end state of a recurrent one [B, *leading, *trailing]. They
             carry the graph of the forward.

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from .adapter import StateView
+from .adapter import DecoderOutput, StateView
 from .bound import BoundModel, progress
 from .errors import NumericsError
 from .state import ContextGroup, PagePool, Placement, ResidentState, min_forward_tokens
@@ -46,12 +46,11 @@ def capture_prefix(
         bounds = chunk_bounds(len(prefix_ids), chunk_tokens, min_forward_tokens(bound.specs))
         with progress(len(prefix_ids), "capture") as advance:
             for start, end in pairwise(bounds):
-                out = bound.adapter.forward(
-                    bound.base, prefix_ids[None, start:end], StateView(state, state.last_boundary)
-                )
+                view = StateView(state, state.last_boundary, state_only=True)
+                out = bound.adapter.forward(bound.base, prefix_ids[None, start:end], view)
                 state.append_chunk(end - start, out.produced, keep_boundaries=keep_boundaries)
                 advance(end - start)
-        if len(prefix_ids) and not _is_finite(state, out.hidden, bounds[-1] - bounds[-2]):
+        if len(prefix_ids) and not _is_finite(state, out):
             raise NumericsError(
                 f"the prompt's hidden state is not finite after {len(prefix_ids)} tokens; check the weights, the dtype "
                 "and whether the positions are within what the model was trained for"
@@ -62,7 +61,8 @@ def capture_prefix(
     return state
 
 
-def _is_finite(state: ResidentState, hidden: torch.Tensor, n_tokens: int) -> bool:
-    """Whether the last hidden states that were computed of the last chunk are finite, on all ranks."""
-    own = bool(hidden[:, : state.slice_of(n_tokens).n_real][:, -1:].isfinite().all())
+def _is_finite(state: ResidentState, out: DecoderOutput) -> bool:
+    """Whether all that the last chunk computed is finite, on all ranks; padding is a copy of a token of the text."""
+    tensors = [out.hidden, *(tensor for by_name in out.produced.values() for tensor in by_name.values())]
+    own = bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
     return own if state.context is None else state.context.agree(own)

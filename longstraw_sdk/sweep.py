@@ -32,7 +32,7 @@ def sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None:
     # Taken before the backward below, which collects the gradient of the opening boundary in the same place.
     cotangents |= {key: recurrent.take_cotangents() for key, recurrent in state.recurrent.items()}
 
-    view = StateView(state, boundary - 1, accumulate=True)
+    view = StateView(state, boundary - 1, accumulate=True, state_only=True)
     out = bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view)
     produced = dict(out.produced)
     for key, paged in state.paged.items():

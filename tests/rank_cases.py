@@ -19,7 +19,7 @@ from longstraw_sdk.evidence.float64 import float64_upcasts
 from longstraw_sdk.evidence.parity import _cast, _compare, check_parity, conventional_run, replay_run
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.lora import adapter_digest, base_model_of
-from longstraw_sdk.models.qwen36 import Qwen36Adapter, split
+from longstraw_sdk.models.qwen36 import Qwen36Adapter, gated_delta_net
 from longstraw_sdk.ops import carry_state, carry_tail, prefix_attention
 from longstraw_sdk.state import AttentionKVSpec, ContextGroup, PagedLayerState, PagedView, PagePool, Placement
 from longstraw_sdk.state.context import GatherReplicated, RowMap
@@ -97,7 +97,7 @@ def _slices_start_from(change):
             start, end = carry_state(transition, own, initial, context)
             return change(start, initial), end
 
-        patch.setattr(split, "carry_state", broken)
+        patch.setattr(gated_delta_net, "carry_state", broken)
 
     return breaks
 
@@ -107,7 +107,7 @@ def _no_tail(patch):
         before, end = carry_tail(columns, initial, n_real, context)
         return before * 0, end
 
-    patch.setattr(split, "carry_tail", broken)
+    patch.setattr(gated_delta_net, "carry_tail", broken)
 
 
 def _no_reduction(patch):

@@ -41,13 +41,14 @@ class TransformersAdapter(ResidentStateAdapter):
 
     def resident_cache(self, model: CausalLM, view: StateView, *, keep_rows: bool) -> ResidentCache:
         """The cache that shows `view` to a forward of `model`; `keep_rows` in a generation."""
-        paged = view.state.paged
-        return ResidentCache(
-            [
-                (KVLayer if (layer, "kv") in paged else RecurrentLayer)(view, layer, keep_rows=keep_rows)
-                for layer in range(model.config.num_hidden_layers)
-            ]
-        )
+        last = model.config.num_hidden_layers - 1
+
+        def cache_layer(layer: int) -> KVLayer | RecurrentLayer:
+            if (layer, "kv") not in view.state.paged:
+                return RecurrentLayer(view, layer, keep_rows=keep_rows)
+            return KVLayer(view, layer, keep_rows=keep_rows, output_unused=view.state_only and layer == last)
+
+        return ResidentCache([cache_layer(layer) for layer in range(last + 1)])
 
     def find_problems(self, model: CausalLM) -> list[str]:
         """What keeps `model` from being served exactly, one sentence each, with what to do about it."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,11 +20,23 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import InputError, UnsupportedModelError
-from ..ops import prefix_attention
+from ..ops import Recall, prefix_attention
 from ..state import PagedView
 
-PAGE_KWARG = "longstraw_pages"
-"""The keyword through which a cache layer hands its pages to the attention function of the same layer."""
+RESIDENT_KWARG = "longstraw_resident"
+"""The keyword through which a cache layer says to the attention function of the same layer what it attends to."""
+
+
+class ResidentRows(NamedTuple):
+    """What one layer's attention reads beside its new rows.
+
+    `output_unused` says that only the new rows themselves are wanted, as of a last layer that fills a state.
+    """
+
+    view: PagedView
+    recall: Recall
+    output_unused: bool
+
 
 _PREFIX = "longstraw_"
 _STOCK = ("eager", "sdpa")
@@ -61,8 +73,8 @@ def _attention(stock: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | N
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        view: PagedView | None = kwargs.pop(PAGE_KWARG, None)
-        if view is None:
+        rows: ResidentRows | None = kwargs.pop(RESIDENT_KWARG, None)
+        if rows is None:
             stock_attention = _eager_of(module) if stock == "eager" else ALL_ATTENTION_FUNCTIONS[stock]
             return stock_attention(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
@@ -75,7 +87,10 @@ def _attention(stock: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | N
                 "softmax attention and would ignore it"
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = prefix_attention(query, key, value, view, scale)
+        if rows.output_unused:
+            batch, n_heads, n_tokens, _ = query.shape
+            return query.new_zeros(batch, n_tokens, n_heads, value.shape[-1]), None
+        out = prefix_attention(query, key, value, rows.view, scale, rows.recall)
         return out.transpose(1, 2).contiguous(), None
 
     return longstraw_attention

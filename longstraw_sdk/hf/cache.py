@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from ..adapter import StateView
 from ..errors import UnsupportedModelError
+from ..ops import Recall
 from ..state import StateKey, TokenSlice
-from .attention import PAGE_KWARG
+from .attention import RESIDENT_KWARG, ResidentRows
 
 
 class ResidentLayer(Protocol):
@@ -53,14 +54,15 @@ class PagedCacheLayer(CacheLayerMixin):
 
 
 class KVLayer(PagedCacheLayer):
-    """One attention layer over resident pages of keys and values."""
+    """One attention layer over resident pages of keys and values; `output_unused` as in `ResidentRows`."""
 
-    def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
+    def __init__(self, view: StateView, layer: int, *, keep_rows: bool, output_unused: bool):
         super().__init__(keep_rows=keep_rows)
         self.key: StateKey = (layer, "kv")
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.pages = view.paged(self.key, split=not keep_rows)
+        self.resident = ResidentRows(self.pages, Recall(), output_unused)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
@@ -71,7 +73,7 @@ class KVLayer(PagedCacheLayer):
                 "the attention layer calls cache.update without `kwargs=`, so its pages cannot reach the attention "
                 "function; this architecture needs an adapter of its own"
             )
-        kwargs[PAGE_KWARG] = self.pages
+        kwargs[RESIDENT_KWARG] = self.resident
         if not self.sealed:
             self.produced = {self.key: {"k": key_states, "v": value_states}}
         if self.keep_rows:

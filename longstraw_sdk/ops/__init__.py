@@ -4,13 +4,14 @@ from .carry import carry_state, carry_tail
 from .expert_exchange import ThroughExperts, through_experts
 from .logprobs import selective_log_probs
 from .lora_linear import add_lora, lora_linear
-from .prefix_attention import prefix_attention
+from .prefix_attention import Recall, prefix_attention
 from .sparse_attention import sparse_latent_attention
 from .sparse_selection import MAX_POSITION, NOT_SELECTED, index_scores, select_top_k, select_top_k_over_ranks
 
 __all__ = [
     "MAX_POSITION",
     "NOT_SELECTED",
+    "Recall",
     "ThroughExperts",
     "add_lora",
     "carry_state",

@@ -6,7 +6,7 @@ keys. Where nobody collects gradients of the prefix, a kernel of our own compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -14,6 +14,7 @@ from ..state.resident import PagedView
 from .attention_parts import AttentionOperator, Gradients, Part, merge_parts
 from .attention_reference import ReferenceAttention
 from .query_gradient import has_kernel, query_gradient, query_gradient_reference
+from .trial import too_far, tried
 
 KEYS_PER_CALL = 131_072
 """Rows of the prefix per kernel. Bounds what its backward allocates for them: 268 MB twice at 4 heads of 256."""
@@ -200,27 +201,14 @@ def why_not_cudnn(device: torch.device, dtype: torch.dtype, dim: int, value_dim:
         return f"heads of {dim} and {value_dim} numbers are not equal multiples of 8 up to 256"
     if not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
-    return _tried(lambda: _trial(device, dtype, dim))
+    return tried(lambda: _trial(device, dtype, dim))
 
 
 def why_not_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
     """The same for `query_gradient`."""
     if not has_kernel(dim):
         return f"Triton is not installed or heads of {dim} are no power of two"
-    return _tried(lambda: _kernel_trial(device, dtype, dim))
-
-
-def _tried(trial: Callable[[], str | None]) -> str | None:
-    try:
-        return trial()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # compilers and libraries raise whatever they like
-        return f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-MAX_TRIAL_ERROR = 0.03
-"""Relative L2 of bfloat16 against float32 in the trial; 3e-3 was measured on an H200, so this finds what is wrong."""
+    return tried(lambda: _kernel_trial(device, dtype, dim))
 
 
 def _trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
@@ -232,7 +220,7 @@ def _trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
     found = _both_ways(CudnnAttention(with_kernel=False), q, k, v, d_out, scale)
     wanted = _both_ways(ReferenceAttention(), q.float(), k.float(), v.float(), d_out.float(), scale)
     for name, a, b in zip(("output", "gradient of queries", "of keys", "of values"), found, wanted, strict=True):
-        if reason := _too_far(name, a, b):
+        if reason := too_far(name, a, b):
             return reason
     return None
 
@@ -247,12 +235,7 @@ def _kernel_trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | N
     wanted = torch.zeros_like(found)
     query_gradient(q, k, v, d_out, lse, delta, dim**-0.5, found)
     query_gradient_reference(q, k, v, d_out, lse, delta, dim**-0.5, wanted)
-    return _too_far("gradient of queries", found, wanted)
-
-
-def _too_far(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    error = float((found.float() - wanted).norm() / wanted.norm())
-    return None if error <= MAX_TRIAL_ERROR else f"in a trial its {name} was off by {error:.1e} (relative L2)"
+    return too_far("gradient of queries", found, wanted)
 
 
 def _both_ways(

@@ -13,12 +13,35 @@ import torch
 
 from ..state.resident import PagedView
 from .attention_choice import choose_attention
-from .attention_parts import Gradients, Part, merge_parts
+from .attention_parts import AttentionOperator, Gradients, Part, merge_parts
 from .autocast import without_autocast
 
 
+class Recall:
+    """What attention found in a forward, for the recomputation of a checkpointed layer, which need not attend again.
+
+    Keeps the output [B, Hq, T, Dv] and the log-sum-exp of one layer from the forward to the layer's backward.
+    """
+
+    def __init__(self) -> None:
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def keep(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        # The returned tensor itself would hold the graph, and the graph this object.
+        self._found = out.detach(), lse
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        found, self._found = self._found, None
+        return found
+
+
 def prefix_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: PagedView | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    view: PagedView | None,
+    scale: float,
+    recall: Recall | None = None,
 ) -> torch.Tensor:
     """Attention output [B, Hq, T, Dv] of T new tokens.
 
@@ -29,10 +52,12 @@ def prefix_attention(
         view: the resident rows that every one of the B rows may attend to, or None. If it is split, the T new tokens
             are this rank's slice, L = T, and every rank of the context calls with equal shapes.
         scale: factor on the scores.
+        recall: shared by the forward and the recomputation of a checkpointed layer, and by nothing else.
 
     The result has the dtype of `query`; the arithmetic is that of the operator that `choose_attention` picks.
     """
-    out: torch.Tensor = _PrefixAttention.apply(query, key, value, view, scale)
+    kept = recall if torch.is_grad_enabled() else None
+    out: torch.Tensor = _PrefixAttention.apply(query, key, value, view, scale, kept)
     return out
 
 
@@ -40,17 +65,19 @@ class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: PagedView | None, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        view: PagedView | None,
+        scale: float,
+        recall: Recall | None,
     ) -> torch.Tensor:
         operator = choose_attention(query, value)
-        q = _grouped(query, key)
-        k, v = (_seen(_heads_first(x), view) for x in (key, value))
-        parts = [operator.attend_causally(q, k, v, scale)]
-        if view is not None:
-            found = operator.attend_to_pages(_all_queries(q, view), view, scale, v.shape[-1])
-            parts += _merge_ranks(q, found, view)
-        out, lse = merge_parts(parts)
-        out = _ungrouped(out).to(query.dtype)
+        known = None if recall is None else recall.take()
+        out, lse = _attend(operator, query, key, value, view, scale) if known is None else known
+        if recall is not None and known is None:
+            recall.keep(out, lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.view, ctx.scale, ctx.operator = view, scale, operator
         return out
@@ -71,7 +98,26 @@ class _PrefixAttention(torch.autograd.Function):
             d_q += _own_queries(operator.back_to_pages(_all_queries(q, view), row, view, scale), q, view)
             d_k, d_v = (_own_rows(x, key.shape[2], view) for x in (d_k, d_v))
         d_query = _ungrouped(d_q).to(query.dtype)
-        return d_query, d_k.transpose(0, 1).to(key.dtype), d_v.transpose(0, 1).to(value.dtype), None, None
+        return d_query, d_k.transpose(0, 1).to(key.dtype), d_v.transpose(0, 1).to(value.dtype), None, None, None
+
+
+def _attend(
+    operator: AttentionOperator,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    view: PagedView | None,
+    scale: float,
+) -> Part:
+    """Output [B, Hq, T, Dv] in the dtype of `query`, and log-sum-exp [Hkv, B, g, T]."""
+    q = _grouped(query, key)
+    k, v = (_seen(_heads_first(x), view) for x in (key, value))
+    parts = [operator.attend_causally(q, k, v, scale)]
+    if view is not None:
+        found = operator.attend_to_pages(_all_queries(q, view), view, scale, v.shape[-1])
+        parts += _merge_ranks(q, found, view)
+    out, lse = merge_parts(parts)
+    return _ungrouped(out).to(query.dtype), lse
 
 
 # Over the ranks of a context. New tokens are split by position, so each rank has its own queries and new keys, and the

@@ -12,7 +12,8 @@ from longstraw_sdk.hf import TransformersAdapter
 from longstraw_sdk.state import RecurrentSpec, StateSpec
 from longstraw_sdk.types import CausalLM, accumulation_dtype
 
-from .split import swap_gated_delta_net
+from .gated_delta_net import swap_gated_delta_net
+from .kernels import swap_fused
 
 
 class Qwen36Adapter(TransformersAdapter):
@@ -42,6 +43,7 @@ class Qwen36Adapter(TransformersAdapter):
         undo = ExitStack()
         undo.callback(super().install(model))
         undo.callback(swap_gated_delta_net(model))
+        undo.callback(swap_fused(model))
         return undo.close
 
     def layer_spec(self, config: Any, layer: int, layer_type: str, dtype: torch.dtype) -> StateSpec:
