@@ -17,6 +17,7 @@ from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.ops import attention_choice, attention_cudnn, prefix_attention
 from longstraw_sdk.ops.attention_cudnn import CudnnAttention, why_not_cudnn, why_not_kernel
 from longstraw_sdk.ops.attention_reference import ReferenceAttention
+from longstraw_sdk.ops.fused_attention import is_planned
 from longstraw_sdk.ops.query_gradient import query_gradient_reference
 from longstraw_sdk.state import AttentionKVSpec, PagedLayerState, PagedView, PagePool
 
@@ -139,7 +140,7 @@ def test_gradients_of_the_prefix_are_computed_only_where_they_are_collected(cudn
     assert widths == [6, 6], "the new keys, in two backwards"
     widths.clear()
     run(cudnn, monkeypatch, accumulate=True, expected=40)
-    assert widths == [6, 13, 13, 3] * 2
+    assert widths == [6, 10, 10, 5, 4] * 2, "the new keys, then the prefix"
 
 
 @pytest.mark.parametrize("dim", [8, 96])
@@ -180,10 +181,10 @@ def test_few_new_tokens_need_no_plan_of_cudnn(cudnn, monkeypatch):
         wanted = run(ReferenceAttention(), monkeypatch, n_new=1, n_local=n_local, expected=40)
         for f, w in zip(found, wanted, strict=True):
             assert float((f - w).norm()) <= TOLERANCE * max(1.0, float(w.norm()))
-    assert {keys[2] for _, keys in shapes} == {13, 3}, "pages alone"
+    assert {keys[2] for _, keys in shapes} == {10, 5, 4}, "pages alone"
 
 
-def test_a_run_on_memory_in_one_piece_is_one_call(cudnn, monkeypatch):
+def test_a_run_on_memory_in_one_piece_is_one_call_and_its_rest(cudnn, monkeypatch):
     monkeypatch.setattr(attention_cudnn, "KEYS_PER_CALL", 1000)
     monkeypatch.setattr(attention_cudnn, "FEW_QUERIES", 0)
     calls = []
@@ -194,7 +195,40 @@ def test_a_run_on_memory_in_one_piece_is_one_call(cudnn, monkeypatch):
 
     monkeypatch.setattr(attention_cudnn, "_forward", counted)
     run(cudnn, monkeypatch, expected=29)
-    assert calls == [6, 29]
+    assert calls == [6, 25, 4]
+
+
+def test_lengths_that_vary_share_a_few_planned_sizes(cudnn, monkeypatch):
+    """cuDNN makes a plan for every combination of sizes, which takes it a second or two."""
+    for name, value in (("KEYS_PER_CALL", 20), ("QUERY_MULTIPLE", 32), ("FEW_QUERIES", 3), ("FEW_MULTIPLE", 2)):
+        monkeypatch.setattr(attention_cudnn, name, value)
+    asked = {"forward": set(), "backward": set()}
+
+    def noted(q, k, v, causal, scale):
+        asked["forward"].add((q.shape[2], k.shape[2], causal))
+        return forward(q, k, v, causal, scale)
+
+    def noted_back(d_out, q, k, v, out, lse, causal, scale):
+        asked["backward"].add((q.shape[2], k.shape[2], causal))
+        return backward(d_out, q, k, v, out, lse, causal, scale)
+
+    monkeypatch.setattr(attention_cudnn, "_forward", noted)
+    monkeypatch.setattr(attention_cudnn, "_backward", noted_back)
+    for n_prefix in range(21, 40):
+        for n_new in (4, 5, 6, 7):
+            run(cudnn, monkeypatch, n_prefix=n_prefix, n_new=n_new, n_local=n_new, expected=40)
+    for sizes in asked.values():
+        prefix = {(n, keys) for n, keys, causal in sizes if not causal and keys % 5 == 0}
+        assert prefix == {(32, 20), (32, 5), (32, 10), (32, 15)}
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys", "planned"),
+    [(24_576, 4096, True), (64, 4096, True), (24_576, 4095, False), (1024, 1024, True), (1000, 1000, False)],
+)
+def test_which_sizes_cudnn_gets(n_queries, n_keys, planned):
+    q, k = (torch.empty(1, 1, n, 8, device="meta") for n in (n_queries, n_keys))
+    assert is_planned(q, k) is planned
 
 
 def test_the_choice_is_logged_once_with_its_reason(caplog):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -36,9 +36,9 @@ class StepPlan:
 
     Args:
         models: the geometries, each with the names of the systems that run on it.
-        groups: measured in this order; a peer that ran out of memory is not asked for a group that holds that one.
+        groups: measured in this order; peers are measured on the first.
         scopes: gradient scopes of our own runs.
-        warm_up: a group before each measurement, which compiles and tunes kernels; None for none.
+        warm_up: a group before each measurement, which compiles and plans kernels; peers take one response of it.
         ceiling_tokens: size of the products and of the attention that the roofline is measured with.
     """
 
@@ -47,7 +47,7 @@ class StepPlan:
     groups: tuple[Group, ...]
     scopes: tuple[GradientScope, ...]
     options: Options
-    warm_up: Group | None
+    warm_up: Group
     ceiling_tokens: int
     device: torch.device
 
@@ -76,25 +76,29 @@ def cpu_small(progress: Progress) -> Iterator[StepResult]:
 def h200_27b_32k(progress: Progress) -> Iterator[StepResult]:
     """Qwen3.6-27B behind 32,768 tokens, G=8 and G=2, beside conventional transformers."""
     groups = tuple(Group(prompt_tokens=32_768, size=n, response_tokens=1024) for n in (8, 2))
-    yield from _on_h200("h200-27b-32k", groups, ("response", "full"), progress)
+    # Two responses at a time, so that groups of 2 and of 8 differ in nothing but their number.
+    yield from _on_h200("h200-27b-32k", groups, ("response", "full"), 2048, 32_768, progress)
 
 
 def h200_27b_128k(progress: Progress) -> Iterator[StepResult]:
     """The same behind 131,072 tokens."""
     groups = (Group(prompt_tokens=131_072, size=8, response_tokens=1024),)
-    yield from _on_h200("h200-27b-128k", groups, ("response", "full"), progress)
+    yield from _on_h200("h200-27b-128k", groups, ("response", "full"), 4096, 131_072, progress)
 
 
 def h200_27b_1m(progress: Progress) -> Iterator[StepResult]:
     """The same behind 1,048,576 tokens in response scope, 32 tokens of each response sampled from the state."""
     groups = (Group(prompt_tokens=1_048_576, size=8, response_tokens=1024),)
-    yield from _on_h200("h200-27b-1m", groups, ("response",), progress, sampled_tokens=32)
+    # 262,144 tokens meet every size that a call of the attention kernel has behind more.
+    yield from _on_h200("h200-27b-1m", groups, ("response",), 4096, 262_144, progress, sampled_tokens=32)
 
 
 def _on_h200(
     preset: str,
     groups: tuple[Group, ...],
     scopes: tuple[GradientScope, ...],
+    replay_tokens: int,
+    warm_up_tokens: int,
     progress: Progress,
     sampled_tokens: int = 0,
 ) -> Iterator[StepResult]:
@@ -104,8 +108,10 @@ def _on_h200(
             models=((QWEN36_27B, ("transformers",)),),
             groups=groups,
             scopes=scopes,
-            options=Options(chunk_tokens=8192, page_tokens=4096, replay_tokens=4096, sampled_tokens=sampled_tokens),
-            warm_up=Group(prompt_tokens=16_385, size=4, response_tokens=1024),
+            options=Options(
+                chunk_tokens=8192, page_tokens=4096, replay_tokens=replay_tokens, sampled_tokens=sampled_tokens
+            ),
+            warm_up=Group(prompt_tokens=warm_up_tokens, size=replay_tokens // 1024, response_tokens=1024),
             ceiling_tokens=16_384,
             device=require_cuda(preset, NEEDED_BYTES, "cpu-small"),
         ),
@@ -118,7 +124,7 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
     rows: list[StepRow] = []
     settings: dict[str, object] = {
         "options": asdict(plan.options),
-        "warm_up": None if plan.warm_up is None else asdict(plan.warm_up),
+        "warm_up": asdict(plan.warm_up),
         "lora_rank": LORA_RANK,
         "tokens": "random",
         "peak_gib": "weights, LoRA, gradients and everything else that the step allocates; no optimizer state",
@@ -132,27 +138,22 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
         ceilings = measure_ceilings(config, geometry.dtype, plan.device, plan.ceiling_tokens)
         work = ModelWork.of(model)
         settings[geometry.name] = {"dtype": str(geometry.dtype), "ceilings": asdict(ceilings)} | asdict(work)
-        full: list[tuple[str, Group]] = []
-        for group in plan.groups:
+        for i, group in enumerate(plan.groups):
             steps: list[tuple[str, GradientScope, Step]] = [
                 ("longstraw", scope, longstraw_step(scope, plan.options)) for scope in plan.scopes
             ]
-            for name in peers:
-                if any(name == system and group.holds(other) for system, other in full):
-                    progress(f"{name} had no memory for a smaller group than {group} and is left out")
-                else:
-                    steps.append((name, "full", PEERS[name]))
+            if i == 0:
+                steps += [(name, "full", PEERS[name]) for name in peers]
             for system, scope, step in steps:
                 if system == "prefix-grouper" and find_spec("prefix_grouper") is None:
                     progress('prefix-grouper is not installed: pip install "longstraw-sdk[bench]"')
                     continue
-                found = measure(model, step, plan.warm_up, group)
+                warm_up = plan.warm_up if system == "longstraw" else replace(plan.warm_up, size=1)
+                found = measure(model, step, warm_up, group)
                 least = work.step(group.prompt_tokens, group.response_tokens, group.size, scope).seconds(ceilings)
                 capture = work.capture(group.prompt_tokens).seconds(ceilings)
                 rows.append(_row(geometry, system, scope, group, found, least, capture))
                 progress(rows[-1].summary)
-                if found.peak_bytes is None:
-                    full.append((system, group))
                 yield StepResult(preset=plan.preset, settings=settings, machine=describe_machine(), steps=tuple(rows))
         del model
 

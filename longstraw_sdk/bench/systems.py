@@ -30,10 +30,6 @@ class Group:
     response_tokens: int
     seed: int = 0
 
-    def holds(self, other: Group) -> bool:
-        """Whether it is at least as large as `other` in everything."""
-        return all(getattr(self, name) >= getattr(other, name) for name in ("prompt_tokens", "size", "response_tokens"))
-
     def draw(self, model: CausalLM) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """Random ids [P] and `size` times [R], and advantages [G]."""
         embeddings = base_model_of(model).get_input_embeddings()
@@ -207,13 +203,12 @@ class Measured:
     peak_bytes: int | None
 
 
-def measure(model: CausalLM, step: Step, warm_up: Group | None, group: Group) -> Measured:
+def measure(model: CausalLM, step: Step, warm_up: Group, group: Group) -> Measured:
     """Take `step` after a warm-up, with memory watched: in the same run on CUDA, in one of its own on a CPU."""
     device = base_model_of(model).get_input_embeddings().weight.device
     try:
-        if warm_up is not None:
-            _clean(model)
-            step(model, warm_up, Phases(device))
+        _clean(model)
+        step(model, warm_up, Phases(device))
         _clean(model)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -1,6 +1,6 @@
-"""The parts of prefix attention on CUDA by cuDNN, which returns the log-sum-exp and takes grouped heads.
+"""The parts of prefix attention on CUDA by the fused kernels of PyTorch: cuDNN's, and FlashAttention's for odd sizes.
 
-Its backward accepts the output and the log-sum-exp of the whole row, so that it gives the gradient of one part of the
+Their backward accepts the output and the log-sum-exp of the whole row, so that it gives the gradient of one part of the
 keys. Where nobody collects gradients of the prefix, a kernel of our own computes those of the queries alone.
 """
 
@@ -9,15 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.nn import functional as F
 
 from ..state.resident import PagedView
 from .attention_parts import AttentionOperator, Gradients, Part, merge_parts
 from .attention_reference import ReferenceAttention
+from .fused_attention import PLANNED
+from .fused_attention import fused_attention as _forward
+from .fused_attention import fused_attention_backward as _backward
 from .query_gradient import has_kernel, query_gradient, query_gradient_reference
 from .trial import too_far, tried
 
 KEYS_PER_CALL = 131_072
 """Rows of the prefix per kernel. Bounds what its backward allocates for them: 268 MB twice at 4 heads of 256."""
+
+QUERY_MULTIPLE = 2048
+"""Queries [N] of the prefix are padded to a multiple, so that packs of all lengths share a few of cuDNN's plans."""
+
+FEW_MULTIPLE = 64
+"""The same of few queries."""
 
 FEW_QUERIES = 1024
 """Up to so many queries [N] per head the keys are split over the batch axis, so that all of the device computes."""
@@ -68,12 +78,12 @@ class CudnnAttention:
         return d_q, d_k, d_v
 
     def attend_to_pages(self, q: torch.Tensor, view: PagedView, scale: float, value_dim: int) -> Part:
-        parts = [
-            _attend_split(q, k, v, scale) if q.shape[1] <= FEW_QUERIES else _attend(q, k, v, scale)
-            for k, v, _ in _pieces(view, with_grads=False)
-        ]
+        asked = _padded(q)
+        attend = _attend_split if asked.shape[1] <= FEW_QUERIES else _attend
+        parts = [attend(asked, k, v, scale) for k, v, _ in _pieces(view, with_grads=False)]
         if parts:
-            return merge_parts(parts)
+            out, lse = merge_parts(parts)
+            return out[:, : q.shape[1]], lse[:, : q.shape[1]]
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         return q.new_zeros(*q.shape[:-1], value_dim, dtype=torch.float32), lse
 
@@ -84,9 +94,10 @@ class CudnnAttention:
                 query_gradient(q, k, v, row.d_out, row.lse, row.delta, scale, d_q)
                 continue
             assert row.out is not None
-            given = (row.d_out[None], q[None], k[None], v[None], row.out[None], row.lse[None, ..., None])
-            found = _backward(*given, False, scale)
-            d_q += found[0][0]
+            # A padded row has weight one everywhere, and a gradient of zero.
+            queries, d_out, out, lse = (_padded(x)[None] for x in (q, row.d_out, row.out, row.lse[..., None]))
+            found = _backward(d_out, queries, k[None], v[None], out, lse, False, scale)
+            d_q += found[0][0, :, : q.shape[1]]
             if grads is not None:
                 grads[0].add_(found[1][0])
                 grads[1].add_(found[2][0])
@@ -100,10 +111,26 @@ def _pieces(view: PagedView, *, with_grads: bool) -> Iterator[Piece]:
     """Keys and values [Hkv, n, D] of the prefix, and their gradients if they are collected."""
     for block in view.runs(with_grads=with_grads):
         k, v = block.values["k"], block.values["v"]
-        for start in range(0, k.shape[1], KEYS_PER_CALL):
-            keys = slice(start, min(start + KEYS_PER_CALL, k.shape[1]))
+        for keys in _key_ranges(k.shape[1]):
             grads = None if block.grads is None else (block.grads["k"][:, keys], block.grads["v"][:, keys])
             yield k[:, keys], v[:, keys], grads
+
+
+def _key_ranges(n_keys: int) -> Iterator[slice]:
+    """As few calls as possible whose sizes are planned sizes, and one for the rest."""
+    start = 0
+    while start < n_keys:
+        left = min(KEYS_PER_CALL, n_keys - start)
+        size = left // KEYS_PER_SPLIT * KEYS_PER_SPLIT or left
+        yield slice(start, start + size)
+        start += size
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """[H, N, D] with zeros behind the last of N, up to a number for which there are few plans."""
+    n = x.shape[1]
+    multiple = QUERY_MULTIPLE if n > FEW_QUERIES else FEW_MULTIPLE
+    return F.pad(x, (0, 0, 0, -n % multiple)) if n % multiple else x
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
@@ -150,47 +177,6 @@ def _groups_first(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1)
 
 
-# cuDNN through PyTorch. [B, Hq, T, D], [B, Hkv, S, D], [B, Hkv, S, Dv]; log-sum-exp [B, Hq, T] in float32.
-
-
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Part:
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    return found[0], found[1].reshape(q.shape[:-1]).float()
-
-
-def _backward(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, given output and log-sum-exp [B, Hq, T, 1] over all keys of the row."""
-    unused = torch.zeros(2, 1, dtype=torch.int64, device=q.device)  # of dropout, which there is not
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        d_out.contiguous(),
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        unused[0],
-        unused[1],
-        None,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        scale=scale,
-    )
-    return found[0], found[1], found[2]
-
-
 def why_not_cudnn(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """What keeps this operator from being used, or None after a trial on the device that agreed with the reference."""
     if device.type != "cuda":
@@ -212,9 +198,13 @@ def why_not_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> str | 
 
 
 def _trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
-    """Causal attention of 2 rows of 64 tokens behind 64 others, beside the reference."""
+    """Causal attention of 2 rows behind as many other tokens, beside the reference, in sizes for both libraries."""
+    return _trial_of(PLANNED, device, dtype, dim) or _trial_of(70, device, dtype, dim)
+
+
+def _trial_of(n: int, device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
     generator = torch.Generator(device).manual_seed(0)
-    shapes = ((2, 2, 2, 64, dim), (2, 2, 128, dim), (2, 2, 128, dim), (2, 2, 2, 64, dim))
+    shapes = ((2, 2, 2, n, dim), (2, 2, 2 * n, dim), (2, 2, 2 * n, dim), (2, 2, 2, n, dim))
     q, k, v, d_out = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
     scale = dim**-0.5
     found = _both_ways(CudnnAttention(with_kernel=False), q, k, v, d_out, scale)
