@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .adapter import ResidentStateAdapter
 from .errors import ConfigurationError, InputError, LifecycleError
-from .lora import base_model_of, model_device
+from .lora import base_model_of, model_device, walk
 from .state import StateSpec
 from .types import CausalLM, is_shared, local
 
@@ -81,8 +81,8 @@ class BoundModel:
 
     def check_checkpointing(self) -> None:
         """Raise if gradient checkpointing is on in its reentrant form, which loses the gradients of chunk states."""
-        for module in self.base.modules():
-            if getattr(module, "gradient_checkpointing", False):
+        for module in walk(self.base):
+            if vars(module).get("gradient_checkpointing", False):  # where transformers switches it on
                 function = getattr(module, "_gradient_checkpointing_func", None)
                 if isinstance(function, partial) and function.keywords.get("use_reentrant", False):
                     raise ConfigurationError(

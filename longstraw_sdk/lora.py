@@ -29,8 +29,30 @@ def base_model_of(model: CausalLM) -> CausalLM:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def walk(model: nn.Module, *, with_lora: bool = True) -> Iterator[nn.Module]:
+    """Every module once, a parent before its children; without those that hold LoRA weights if asked.
+
+    `model.modules()` makes the path of every module: 70 ms for 64 layers with LoRA, and each replay walks a few times.
+    """
+    seen: set[int] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield module
+        for name, child in reversed(module._modules.items()):
+            if child is not None and (with_lora or not name.startswith("lora_")):
+                waiting.append(child)
+
+
+def _each_lora_layer(model: CausalLM) -> Iterator[Any]:
+    return (m for m in walk(model) if hasattr(m, "lora_A") and hasattr(m, "enable_adapters"))
+
+
 def lora_layers(model: CausalLM) -> list[Any]:
-    return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "enable_adapters")]
+    return list(_each_lora_layer(model))
 
 
 def is_lora_parameter(name: str) -> bool:
@@ -39,11 +61,8 @@ def is_lora_parameter(name: str) -> bool:
 
 def adapter_state(model: CausalLM) -> AdapterState:
     """Which adapters act on a forward now."""
-    for layer in lora_layers(model):
-        if layer.disable_adapters:
-            return ()
-        return tuple(sorted(layer.active_adapters))
-    return ()
+    first = next(_each_lora_layer(model), None)
+    return () if first is None or first.disable_adapters else tuple(sorted(first.active_adapters))
 
 
 @contextmanager
@@ -71,7 +90,8 @@ def weights_fingerprint(model: CausalLM, *, with_adapters: bool) -> int:
     Optimizers that write through raw pointers leave the version counters alone; after those call
     `LongStrawSession.mark_weights_updated()`.
     """
-    held = [local(p) for name, p in model.named_parameters() if with_adapters or not is_lora_parameter(name)]
+    modules = walk(model, with_lora=with_adapters)
+    held = [local(p) for module in modules for p in module._parameters.values() if p is not None]
     return hash(tuple((p.data_ptr(), p._version) for p in held))
 
 

@@ -55,8 +55,9 @@ def generate_rows(
     config.use_cache = True  # unset would mean the model's own default, which trainers switch off
     cache = bound.adapter.generation_cache(bound.base, StateView(state, state.last_boundary, n_rows=n_rows))
     from .hf.attention import resident_forward
+    from .hf.decode import recorded_steps
 
-    with resident_forward():
+    with resident_forward(), recorded_steps(bound.base, cache, config.max_new_tokens):
         out = bound.base.generate(
             input_ids=prompt_ids.expand(n_rows, -1),
             attention_mask=torch.ones(n_rows, len(prompt_ids), dtype=torch.long, device=prompt_ids.device),

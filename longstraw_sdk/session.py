@@ -19,6 +19,7 @@ from .bound import BoundModel, bind_model
 from .errors import ConfigurationError, LifecycleError, require_at_least
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
 from .ops.attention_choice import VARIABLE as ATTENTION_VARIABLE
+from .ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
 from .state import CudaLink, PagePool, Placement, check_same_weights, in_step, min_forward_tokens
@@ -114,7 +115,7 @@ class LongStrawSession:
             page_tokens,
             replay_tokens,
             temperature,
-            os.environ.get(ATTENTION_VARIABLE),
+            *(os.environ.get(name, "auto") for name in (ATTENTION_VARIABLE, KERNELS_VARIABLE)),
         )
         try:
             with in_step(self.backend.world, "session options", *options):

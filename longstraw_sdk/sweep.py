@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 
-from .adapter import StateView
+from .adapter import DecoderOutput, StateView
 from .bound import BoundModel, progress
 from .state import ResidentState
 
@@ -27,26 +29,38 @@ def sweep_prefix(bound: BoundModel, state: ResidentState) -> int:
 
 def sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None:
     start, end = state.bounds[boundary - 1], state.bounds[boundary]
-    owned = state.owned[boundary - 1], state.owned[boundary]
-    cotangents = {key: paged.cotangents(*owned) for key, paged in state.paged.items()}
-    # Taken before the backward below, which collects the gradient of the opening boundary in the same place.
-    cotangents |= {key: recurrent.take_cotangents() for key, recurrent in state.recurrent.items()}
-
     view = StateView(state, boundary - 1, accumulate=True, state_only=True)
     out = bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view)
-    produced = dict(out.produced)
-    for key, paged in state.paged.items():
-        produced[key] = paged.first_rows(produced[key], owned[1] - owned[0])
-    roots, gradients = [], []
-    for key, by_name in cotangents.items():
-        for name, cotangent in by_name.items():
-            root = produced[key][name]
-            if root.requires_grad:
-                roots.append(root)
-                gradients.append(cotangent.to(root.device, root.dtype))
-    if roots and bound.is_sharded and out.hidden.requires_grad:
+    # One after the other: in float32 the gradients of all layers' rows would not be small.
+    pairs = list(_roots_and_cotangents(state, boundary, out))
+    if pairs and bound.is_sharded and out.hidden.requires_grad:
         # FSDP2 fetches a layer's weights for its backward when a gradient of the layer's output comes in.
-        roots.append(out.hidden)
-        gradients.append(torch.zeros_like(out.hidden))
-    if roots:
+        pairs.append((out.hidden, torch.zeros_like(out.hidden)))
+    if pairs:
+        roots, gradients = zip(*pairs, strict=True)
+        del pairs
         torch.autograd.backward(roots, gradients)
+
+
+def _roots_and_cotangents(
+    state: ResidentState, boundary: int, out: DecoderOutput
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the chunk before `boundary` produced and its collected gradient, where it has one.
+
+    Taken before the backward, which collects the gradient of the chunk's opening state in the same place.
+    """
+    first, last = state.owned[boundary - 1], state.owned[boundary]
+    for key, paged in state.paged.items():
+        rows = paged.first_rows(out.produced[key], last - first)
+        yield from _differentiable(rows, paged.cotangents(first, last))
+    for key, recurrent in state.recurrent.items():
+        yield from _differentiable(out.produced[key], recurrent.take_cotangents())
+
+
+def _differentiable(
+    roots: Mapping[str, torch.Tensor], cotangents: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for name, cotangent in cotangents.items():
+        root = roots[name]
+        if root.requires_grad:
+            yield root, cotangent.to(root.device, root.dtype)

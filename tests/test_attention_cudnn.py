@@ -199,7 +199,7 @@ def test_a_run_on_memory_in_one_piece_is_one_call_and_its_rest(cudnn, monkeypatc
 
 
 def test_lengths_that_vary_share_a_few_planned_sizes(cudnn, monkeypatch):
-    """cuDNN makes a plan for every combination of sizes, which takes it a second or two."""
+    """cuDNN makes a plan for every combination of sizes, and keeps it for ever."""
     for name, value in (("KEYS_PER_CALL", 20), ("QUERY_MULTIPLE", 32), ("FEW_QUERIES", 3), ("FEW_MULTIPLE", 2)):
         monkeypatch.setattr(attention_cudnn, name, value)
     asked = {"forward": set(), "backward": set()}

@@ -27,7 +27,7 @@ from longstraw_sdk.lora import base_model_of
 CPU = torch.device("cpu")
 GROUP = Group(prompt_tokens=60, size=3, response_tokens=9)
 WARM_UP = Group(prompt_tokens=20, size=2, response_tokens=5)
-OPTIONS = Options(chunk_tokens=16, page_tokens=16, replay_tokens=18)
+OPTIONS = Options(chunk_tokens=16, page_tokens=16)
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
@@ -51,9 +51,9 @@ def gradient(model, step):
 def test_systems_that_are_compared_compute_the_same_gradient(geometry, others):
     model = built(geometry)
     wanted = gradient(model, transformers_step)
-    for step in (longstraw_step("full", OPTIONS), *others):
+    for step in (longstraw_step("full", 18, OPTIONS), *others):
         assert relative_l2(gradient(model, step), wanted) < 1e-4
-    assert relative_l2(gradient(model, longstraw_step("response", OPTIONS)), wanted) > 0.05, "another gradient"
+    assert relative_l2(gradient(model, longstraw_step("response", 18, OPTIONS)), wanted) > 0.05, "another gradient"
 
 
 def plan(**changes):
@@ -61,7 +61,7 @@ def plan(**changes):
         preset="test",
         models=((replace(TINY_QWEN3, n_units=1), ("transformers", "prefix-grouper")),),
         groups=(GROUP, replace(GROUP, prompt_tokens=80)),
-        scopes=("response", "full"),
+        runs=(("response", 18), ("full", 9)),
         options=replace(OPTIONS, sampled_tokens=2),
         warm_up=WARM_UP,
         ceiling_tokens=64,
@@ -76,13 +76,13 @@ def test_rows_hold_phases_that_add_up(tmp_path):
     assert json.loads(result.write(tmp_path).read_text()) == result.rows()
     assert result.plot(tmp_path).read_bytes().startswith(b"\x89PNG")
     rows = result.rows()
-    assert [(r["system"], r["gradient_scope"], r["prompt_tokens"]) for r in rows] == [
-        ("longstraw", "response", 60),
-        ("longstraw", "full", 60),
-        ("transformers", "full", 60),
-        ("prefix-grouper", "full", 60),
-        ("longstraw", "response", 80),
-        ("longstraw", "full", 80),
+    assert [(r["system"], r["gradient_scope"], r["replay_tokens"], r["prompt_tokens"]) for r in rows] == [
+        ("longstraw", "response", 18, 60),
+        ("longstraw", "full", 9, 60),
+        ("transformers", "full", None, 60),
+        ("prefix-grouper", "full", None, 60),
+        ("longstraw", "response", 18, 80),
+        ("longstraw", "full", 9, 80),
     ], "peers take the first group alone"
     for row in rows:
         assert row.keys() >= set(ROW_FIELDS)
@@ -104,7 +104,7 @@ def test_a_system_without_memory_has_a_row(monkeypatch):
             raise torch.cuda.OutOfMemoryError("no")
 
     monkeypatch.setitem(group_steps.PEERS, "transformers", too_large)
-    *_, result = run_steps(plan(scopes=(), models=((TINY_QWEN3, ("transformers",)),)), lambda done: None)
+    *_, result = run_steps(plan(runs=(), models=((TINY_QWEN3, ("transformers",)),)), lambda done: None)
     assert asked == [(20, 1), (60, 3)], "one response as a warm-up, and the first group"
     [row] = result.rows()
     assert row["step_seconds"] is row["peak_gib"] is row["roofline_share"] is None
@@ -114,7 +114,7 @@ def test_a_system_without_memory_has_a_row(monkeypatch):
 def test_a_missing_peer_is_said_and_left_out(monkeypatch):
     said = []
     monkeypatch.setattr(group_steps, "find_spec", lambda name: None)
-    *_, result = run_steps(plan(scopes=("full",), groups=(GROUP,)), said.append)
+    *_, result = run_steps(plan(runs=(("full", 18),), groups=(GROUP,)), said.append)
     assert [row["system"] for row in result.rows()] == ["longstraw", "transformers"]
     assert 'prefix-grouper is not installed: pip install "longstraw-sdk[bench]"' in said
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from longstraw_sdk import LifecycleError, NumericsError, UseAfterReleaseError
 from longstraw_sdk.evidence.float64 import float64_upcasts
 from longstraw_sdk.ops import select_top_k, sparse_latent_attention
+from longstraw_sdk.ops.latent_pages import joined
 from longstraw_sdk.ops.sparse_selection import NOT_SELECTED, merge_top_k, pack_keys, unpack_positions
 from longstraw_sdk.state import MLALatentSpec, PagedLayerState, PagedView, PagePool
 
@@ -240,11 +241,20 @@ def test_merging_is_associative_and_commutative(values, cuts, top_k):
 
 
 def draw_case(
-    batch=2, n_queries=4, n_heads=3, dims=(5, 2), n_local=4, n_prefix=11, page_tokens=4, top_k=6, dtype=torch.float64
+    batch=2,
+    n_queries=4,
+    n_heads=3,
+    dims=(5, 2),
+    n_local=4,
+    n_prefix=11,
+    page_tokens=4,
+    top_k=6,
+    dtype=torch.float64,
+    scattered=False,
 ):
     """Random inputs of one call over poisoned pages; `selected` are distinct visible positions, padded in front.
 
-    Query i is the (n_local - n_queries + i)-th row behind the prefix.
+    Query i is the (n_local - n_queries + i)-th row behind the prefix. Pages lie next to each other unless `scattered`.
     """
     rank, rope = dims
     generator = torch.Generator().manual_seed(0)
@@ -267,8 +277,11 @@ def draw_case(
     case.pool.open("prompt")
     spec = MLALatentSpec(layer=0, latent_dim=rank, rope_dim=rope, dtype=dtype)
     case.pages = PagedLayerState(spec, case.pool, "prompt", CPU)
-    if n_prefix:
-        case.pages.append({"latent": case.page_latent[None], "k_rope": case.page_rope[None]})
+    half = n_prefix // 2 if scattered else 0
+    for part in (slice(0, half), slice(half, n_prefix)):
+        rows = {"latent": case.page_latent[None, part], "k_rope": case.page_rope[None, part]}
+        if rows["latent"].shape[1]:
+            case.pages.append(rows)
     return case
 
 
@@ -340,11 +353,13 @@ def worst(found, wanted):
     page_tokens=st.integers(1, 24),
     top_k=st.integers(1, 30),
     gathered_elements=st.sampled_from([1, 40, 300, 2**22]),
+    scattered=st.booleans(),
 )
 def test_output_and_all_gradients_equal_dense_softmax(
-    batch, n_queries, decoded, n_heads, dims, n_prefix, beyond, page_tokens, top_k, gathered_elements
+    batch, n_queries, decoded, n_heads, dims, n_prefix, beyond, page_tokens, top_k, gathered_elements, scattered
 ):
-    case = draw_case(batch, n_queries, n_heads, dims, n_queries + decoded, n_prefix, page_tokens, top_k)
+    n_local = n_queries + decoded
+    case = draw_case(batch, n_queries, n_heads, dims, n_local, n_prefix, page_tokens, top_k, scattered=scattered)
     limit = max(0, n_prefix - beyond)
     selected = draw_selection(case, limit)
     with pytest.MonkeyPatch.context() as patch:
@@ -357,6 +372,17 @@ def test_output_and_all_gradients_equal_dense_softmax(
         assert not (selected[selected != NOT_SELECTED] < limit).any(), "nothing on a page was selected"
         wanted = wanted[:5]
     assert worst(found, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_pages_that_lie_together_are_read_as_one(scattered):
+    view = view_of(draw_case(scattered=scattered))
+    pages = joined(view)
+    assert (pages is view) == scattered
+    assert len(pages.values(0)["latent"]) == (4 if scattered else 11)
+    alone = view_of(draw_case(scattered=scattered), accumulate=False)
+    with joined(alone).accumulators() as of_page:
+        assert of_page is None
 
 
 @pytest.mark.parametrize("batch", [1, 3])

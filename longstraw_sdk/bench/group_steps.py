@@ -37,7 +37,7 @@ class StepPlan:
     Args:
         models: the geometries, each with the names of the systems that run on it.
         groups: measured in this order; peers are measured on the first.
-        scopes: gradient scopes of our own runs.
+        runs: gradient scope and `replay_tokens` of our own measurements.
         warm_up: a group before each measurement, which compiles and plans kernels; peers take one response of it.
         ceiling_tokens: size of the products and of the attention that the roofline is measured with.
     """
@@ -45,7 +45,7 @@ class StepPlan:
     preset: str
     models: tuple[tuple[Geometry, tuple[str, ...]], ...]
     groups: tuple[Group, ...]
-    scopes: tuple[GradientScope, ...]
+    runs: tuple[tuple[GradientScope, int], ...]
     options: Options
     warm_up: Group
     ceiling_tokens: int
@@ -63,8 +63,8 @@ def cpu_small(progress: Progress) -> Iterator[StepResult]:
             preset="cpu-small",
             models=((TINY_QWEN36, ("transformers",)), (TINY_QWEN3, ("transformers", "prefix-grouper"))),
             groups=(Group(prompt_tokens=1024, size=4, response_tokens=32),),
-            scopes=("response", "full"),
-            options=Options(chunk_tokens=256, page_tokens=256, replay_tokens=128),
+            runs=(("response", 128), ("full", 128)),
+            options=Options(chunk_tokens=256, page_tokens=256),
             warm_up=Group(prompt_tokens=64, size=2, response_tokens=8),
             ceiling_tokens=512,
             device=torch.device("cpu"),
@@ -76,28 +76,30 @@ def cpu_small(progress: Progress) -> Iterator[StepResult]:
 def h200_27b_32k(progress: Progress) -> Iterator[StepResult]:
     """Qwen3.6-27B behind 32,768 tokens, G=8 and G=2, beside conventional transformers."""
     groups = tuple(Group(prompt_tokens=32_768, size=n, response_tokens=1024) for n in (8, 2))
-    # Two responses at a time, so that groups of 2 and of 8 differ in nothing but their number.
-    yield from _on_h200("h200-27b-32k", groups, ("response", "full"), 2048, 32_768, progress)
+    # One response at a time makes groups of 2 and of 8 differ in nothing but their number: gradients are there from the
+    # second pack on.
+    yield from _on_h200(
+        "h200-27b-32k", groups, (("response", 4096), ("response", 1024), ("full", 4096)), 32_768, progress
+    )
 
 
 def h200_27b_128k(progress: Progress) -> Iterator[StepResult]:
     """The same behind 131,072 tokens."""
     groups = (Group(prompt_tokens=131_072, size=8, response_tokens=1024),)
-    yield from _on_h200("h200-27b-128k", groups, ("response", "full"), 4096, 131_072, progress)
+    yield from _on_h200("h200-27b-128k", groups, (("response", 4096), ("full", 4096)), 131_072, progress)
 
 
 def h200_27b_1m(progress: Progress) -> Iterator[StepResult]:
     """The same behind 1,048,576 tokens in response scope, 32 tokens of each response sampled from the state."""
     groups = (Group(prompt_tokens=1_048_576, size=8, response_tokens=1024),)
     # 262,144 tokens meet every size that a call of the attention kernel has behind more.
-    yield from _on_h200("h200-27b-1m", groups, ("response",), 4096, 262_144, progress, sampled_tokens=32)
+    yield from _on_h200("h200-27b-1m", groups, (("response", 4096),), 262_144, progress, sampled_tokens=32)
 
 
 def _on_h200(
     preset: str,
     groups: tuple[Group, ...],
-    scopes: tuple[GradientScope, ...],
-    replay_tokens: int,
+    runs: tuple[tuple[GradientScope, int], ...],
     warm_up_tokens: int,
     progress: Progress,
     sampled_tokens: int = 0,
@@ -107,11 +109,9 @@ def _on_h200(
             preset=preset,
             models=((QWEN36_27B, ("transformers",)),),
             groups=groups,
-            scopes=scopes,
-            options=Options(
-                chunk_tokens=8192, page_tokens=4096, replay_tokens=replay_tokens, sampled_tokens=sampled_tokens
-            ),
-            warm_up=Group(prompt_tokens=warm_up_tokens, size=replay_tokens // 1024, response_tokens=1024),
+            runs=runs,
+            options=Options(chunk_tokens=8192, page_tokens=4096, sampled_tokens=sampled_tokens),
+            warm_up=Group(prompt_tokens=warm_up_tokens, size=4, response_tokens=1024),
             ceiling_tokens=16_384,
             device=require_cuda(preset, NEEDED_BYTES, "cpu-small"),
         ),
@@ -139,12 +139,12 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
         work = ModelWork.of(model)
         settings[geometry.name] = {"dtype": str(geometry.dtype), "ceilings": asdict(ceilings)} | asdict(work)
         for i, group in enumerate(plan.groups):
-            steps: list[tuple[str, GradientScope, Step]] = [
-                ("longstraw", scope, longstraw_step(scope, plan.options)) for scope in plan.scopes
+            steps: list[tuple[str, GradientScope, int | None, Step]] = [
+                ("longstraw", scope, n, longstraw_step(scope, n, plan.options)) for scope, n in plan.runs
             ]
             if i == 0:
-                steps += [(name, "full", PEERS[name]) for name in peers]
-            for system, scope, step in steps:
+                steps += [(name, "full", None, PEERS[name]) for name in peers]
+            for system, scope, replay_tokens, step in steps:
                 if system == "prefix-grouper" and find_spec("prefix_grouper") is None:
                     progress('prefix-grouper is not installed: pip install "longstraw-sdk[bench]"')
                     continue
@@ -152,7 +152,7 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
                 found = measure(model, step, warm_up, group)
                 least = work.step(group.prompt_tokens, group.response_tokens, group.size, scope).seconds(ceilings)
                 capture = work.capture(group.prompt_tokens).seconds(ceilings)
-                rows.append(_row(geometry, system, scope, group, found, least, capture))
+                rows.append(_row(geometry, system, scope, replay_tokens, group, found, least, capture))
                 progress(rows[-1].summary)
                 yield StepResult(preset=plan.preset, settings=settings, machine=describe_machine(), steps=tuple(rows))
         del model
@@ -162,6 +162,7 @@ def _row(
     geometry: Geometry,
     system: str,
     scope: GradientScope,
+    replay_tokens: int | None,
     group: Group,
     found: Measured,
     least_seconds: float,
@@ -176,6 +177,7 @@ def _row(
         prompt_tokens=group.prompt_tokens,
         group=group.size,
         response_tokens=group.response_tokens,
+        replay_tokens=replay_tokens,
         capture_seconds=seconds.get("capture"),
         sample_seconds=seconds.get("sample"),
         replay_seconds=seconds.get("replay"),

@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from .result import PeakResult
+from .layer_result import LayerResult
+from .result import BenchResult, PeakResult
 from .simulation_result import SimulationResult
 from .step_result import PHASES, StepResult
 
@@ -48,9 +49,7 @@ def plot_peaks(result: PeakResult, output_dir: Path) -> Path:
     axes.set_ylabel("peak of a forward (MiB, log scale)")
     axes.set_title(f"{result.preset}: memory on top of weights and resident state", loc="left", fontsize=11)
     _quiet(axes)
-    path = output_dir / f"{result.preset}.png"
-    figure.savefig(path, dpi=150)
-    return path
+    return _written(figure, result, output_dir)
 
 
 def plot_simulation(result: SimulationResult, output_dir: Path) -> Path:
@@ -70,16 +69,14 @@ def plot_simulation(result: SimulationResult, output_dir: Path) -> Path:
     held.set_xlabel("GB, full scope")
     held.xaxis.set_major_locator(MaxNLocator(5))
     figure.suptitle(f"{result.preset}: one rank", x=0.01, ha="left", fontsize=11)
-    path = output_dir / f"{result.preset}.png"
-    figure.savefig(path, dpi=150)
-    return path
+    return _written(figure, result, output_dir)
 
 
 def plot_steps(result: StepResult, output_dir: Path) -> Path:
     """Write `<preset>.png`: seconds of a step by phase, and its peak; one bar per row."""
     figure = Figure(figsize=(10, 1.5 + 0.45 * len(result.steps)), layout="constrained")
     seconds, peak = figure.subplots(1, 2, sharey=True)
-    names = [f"{row.heading}\n{row.system} ({row.gradient_scope})" for row in result.steps]
+    names = [f"{row.heading}\n{row.run}" for row in result.steps]
     peaks = [row.peak_gib or 0.0 for row in result.steps]
     left = [0.0] * len(names)
     for phase, color in zip(PHASES, _STEP_COLORS, strict=True):
@@ -106,9 +103,29 @@ def plot_steps(result: StepResult, output_dir: Path) -> Path:
     peak.set_xlabel("peak, GiB")
     seconds.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     figure.suptitle(f"{result.preset} on {result.machine['device']}", x=0.01, ha="left", fontsize=11)
-    path = output_dir / f"{result.preset}.png"
-    figure.savefig(path, dpi=150)
-    return path
+    return _written(figure, result, output_dir)
+
+
+def plot_layers(result: LayerResult, output_dir: Path) -> Path:
+    """Write `<preset>.png`: seconds of a layer by kind, system and prompt, with their share of the roofline."""
+    rows = result.layers
+    figure = Figure(figsize=(8, 1.5 + 0.35 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    names = [f"{row.system}, {row.prompt_tokens:,}: {row.layer_kind}" for row in rows]
+    colors = [_COLORS.get(row.system, _OTHER) for row in rows]
+    axes.barh(names, [row.layer_seconds or 0.0 for row in rows], color=colors)
+    for i, row in enumerate(rows):
+        known = row.layer_seconds is not None and row.roofline_share is not None
+        text = f"{row.layer_seconds:.3g} ({row.roofline_share:.0%})" if known else "out of memory"
+        axes.annotate(
+            text, (row.layer_seconds or 0.0, i), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.margins(x=0.2)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a layer (share of the roofline)")
+    axes.set_title(f"{result.preset} on {result.machine['device']}", loc="left", fontsize=11)
+    _quiet(axes)
+    return _written(figure, result, output_dir)
 
 
 Parts = list[tuple[str, str, list[float]]]
@@ -135,6 +152,12 @@ def _memory_parts(result: SimulationResult) -> Parts:
     rest = [m.peak_full - sum(n_bytes) for m, *n_bytes in zip(held, *(n for _, n in known.values()), strict=True)]
     parts = known | {"workspace": (_OTHER, rest)}
     return [(label, color, [n / 1e9 for n in n_bytes]) for label, (color, n_bytes) in parts.items()]
+
+
+def _written(figure: Figure, result: BenchResult, output_dir: Path) -> Path:
+    path = output_dir / f"{result.preset}.png"
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def _quiet(axes: Axes) -> None:

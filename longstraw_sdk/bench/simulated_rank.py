@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -13,7 +13,7 @@ from ..bound import bind_model
 from ..evidence.memory import trace_memory
 from ..lora import base_model_of
 from ..replay import replay_rows
-from ..state import Component, PagedSpec, PagePool, ResidentState
+from ..state import Component, PagedSpec, PagePool, ResidentState, StateSpec
 from ..sweep import sweep_chunk
 from .device import seconds_of
 from .geometry import Geometry
@@ -44,6 +44,22 @@ class Workload:
     device: torch.device
 
 
+def fill_state(state: ResidentState, specs: Sequence[StateSpec], n_tokens: int, chunk_tokens: int) -> None:
+    """Let `state` grow to `n_tokens`, chunk by chunk, with rows drawn from N(0, 1)."""
+
+    def random(component: Component, n_rows: tuple[int, ...]) -> torch.Tensor:
+        shape = (1, *component.leading, *n_rows, *component.trailing)
+        return torch.randn(shape, dtype=component.dtype, device=state.prefix_ids.device)
+
+    width = state.slice_of(chunk_tokens).width
+    for _ in range(state.n_tokens, n_tokens, chunk_tokens):
+        produced = {}
+        for spec in specs:
+            n_rows = (width,) if isinstance(spec, PagedSpec) else ()
+            produced[spec.key] = {c.name: random(c, n_rows) for c in spec.components}
+        state.append_chunk(chunk_tokens, produced, keep_boundaries=False)
+
+
 class SimulatedRank:
     """The last rank of a context of `size`, whose causal part is the longest, with a few layers of a model.
 
@@ -72,15 +88,8 @@ class SimulatedRank:
         return ResidentState(self.bound.specs, self.ids, self.pool, "prompt", self.device, context=self.context)
 
     def fill(self, n_tokens: int) -> None:
-        """Let the resident state grow to `n_tokens`, chunk by chunk, with rows drawn from N(0, 1)."""
-        chunk = self.workload.chunk_tokens
-        width = self.state.slice_of(chunk).width
-        for _ in range(self.state.n_tokens, n_tokens, chunk):
-            produced = {}
-            for spec in self.bound.specs:
-                n_rows = (width,) if isinstance(spec, PagedSpec) else ()
-                produced[spec.key] = {c.name: self._random(c, n_rows) for c in spec.components}
-            self.state.append_chunk(chunk, produced, keep_boundaries=False)
+        """Let the resident state grow to `n_tokens`, chunk by chunk, with random rows."""
+        fill_state(self.state, self.bound.specs, n_tokens, self.workload.chunk_tokens)
 
     def capture_chunk(self) -> Cost:
         """Forward the next chunk and store it."""
@@ -149,10 +158,6 @@ class SimulatedRank:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _random(self, component: Component, n_rows: tuple[int, ...]) -> torch.Tensor:
-        shape = (1, *component.leading, *n_rows, *component.trailing)
-        return torch.randn(shape, dtype=component.dtype, device=self.device)
 
     def _collect_gradients(self) -> None:
         """Accumulators for all rows, and a gradient of the last boundary, as replays and later chunks leave them."""

@@ -25,6 +25,8 @@ class StepRow:
     prompt_tokens: int
     group: int
     response_tokens: int
+    replay_tokens: int | None
+    """Response tokens that our replays pack at most; None of peers."""
     capture_seconds: float | None
     sample_seconds: float | None
     replay_seconds: float | None
@@ -40,8 +42,13 @@ class StepRow:
         return f"{self.model}, {self.prompt_tokens:,}, G={self.group}"
 
     @property
+    def run(self) -> str:
+        packs = "" if self.replay_tokens is None else f", {self.replay_tokens}"
+        return f"{self.system} ({self.gradient_scope}{packs})"
+
+    @property
     def summary(self) -> str:
-        what = f"{self.heading}, {self.system} ({self.gradient_scope})"
+        what = f"{self.heading}, {self.run}"
         if self.step_seconds is None:
             return f"{what}: out of memory"
         return f"{what}: {self.step_seconds:.2f} s, {self.peak_gib:.3f} GiB"
@@ -58,7 +65,8 @@ class StepResult(BenchResult):
         return (
             "One group in an open session, forward and backward, without the optimizer's step. GiB is the peak with "
             "weights. Roofline is the least work at speeds measured in the same run, as a share of the time without "
-            "sampling. A dash: the system has no such phase, and all that it does counts as replay."
+            "sampling. A dash: the system has no such phase, and all that it does counts as replay. The number beside "
+            "our scope is replay_tokens, what a pack of responses may hold."
         )
 
     def table(self) -> Table:
@@ -81,7 +89,7 @@ class StepResult(BenchResult):
             found = [getattr(row, f"{name}_seconds") for name in phases]
             fits = row.step_seconds is not None
             table.add_row(
-                f"{row.system} ({row.gradient_scope})",
+                row.run,
                 *("-" if seconds is None else f"{seconds:.2f}" for seconds in found),
                 f"{row.step_seconds:.2f}" if fits else "no memory",
                 f"{row.peak_gib:.3f}" if fits else "-",

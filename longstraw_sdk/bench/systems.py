@@ -48,7 +48,6 @@ class Options:
 
     chunk_tokens: int
     page_tokens: int
-    replay_tokens: int
     sampled_tokens: int = 0
     """Tokens that a step samples of each response before it scores and replays the drawn ones; 0 samples none."""
 
@@ -73,18 +72,18 @@ Step = Callable[[CausalLM, Group, Phases], None]
 """Accumulates the gradient of one group in the LoRA weights of the model."""
 
 
-def longstraw_step(scope: GradientScope, options: Options) -> Step:
+def longstraw_step(scope: GradientScope, replay_tokens: int, options: Options) -> Step:
     """Capture, replays of `replay_tokens` at a time, sweep in full scope."""
 
     def run(model: CausalLM, group: Group, phases: Phases) -> None:
         prompt, rows, advantages = group.draw(model)
-        n_packed = max(1, options.replay_tokens // group.response_tokens)
+        n_packed = max(1, replay_tokens // group.response_tokens)
         with LongStrawSession(
             model,
             gradient_scope=scope,
             chunk_tokens=options.chunk_tokens,
             page_tokens=options.page_tokens,
-            replay_tokens=options.replay_tokens,
+            replay_tokens=replay_tokens,
             probe=False,
         ) as session:
             with phases.timed("capture"):

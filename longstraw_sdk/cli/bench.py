@@ -15,6 +15,8 @@ _PRESETS = """cpu-small: one step on a group by every system, with small models 
 
 h200-27b-32k, h200-27b-128k, h200-27b-1m: the same with the Qwen3.6-27B geometry (random weights) on one H200.
 
+h200-glm-slice: layers of the GLM-5.2 geometry behind up to 1,048,576 tokens on one H200; cpu-glm-slice: tiny ones.
+
 cpu-glm-memory: memory of one sparse layer behind long prompts, ours and transformers'.
 
 simulated-ranks: one rank of 8 or 32 behind 2,097,152 and 4,456,448 positions on one GPU, beside the paper's figures.

@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import InputError, UnsupportedModelError
-from ..ops import Recall, prefix_attention
+from ..ops import Recall, decode_attention, prefix_attention
 from ..state import PagedView
 
 RESIDENT_KWARG = "longstraw_resident"
@@ -36,6 +36,8 @@ class ResidentRows(NamedTuple):
     view: PagedView
     recall: Recall
     output_unused: bool
+    last: torch.Tensor | None = None
+    """Set where the new rows are memory of a fixed size: LongTensor [1], the row of the token that attends."""
 
 
 _PREFIX = "longstraw_"
@@ -90,7 +92,10 @@ def _attention(stock: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | N
         if rows.output_unused:
             batch, n_heads, n_tokens, _ = query.shape
             return query.new_zeros(batch, n_tokens, n_heads, value.shape[-1]), None
-        out = prefix_attention(query, key, value, rows.view, scale, rows.recall)
+        if rows.last is not None:
+            out = decode_attention(query, key, value, rows.view, scale, rows.last)
+        else:
+            out = prefix_attention(query, key, value, rows.view, scale, rows.recall)
         return out.transpose(1, 2).contiguous(), None
 
     return longstraw_attention

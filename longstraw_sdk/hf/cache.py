@@ -7,7 +7,7 @@ checkpoint recompute may call it again. In a generation its layers also keep wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
@@ -53,8 +53,19 @@ class PagedCacheLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
 
+class FixedRows(NamedTuple):
+    """Memory for `limit` rows that each row of a generation may decode, of which `done` [1] are there."""
+
+    limit: int
+    done: torch.Tensor
+
+
 class KVLayer(PagedCacheLayer):
     """One attention layer over resident pages of keys and values; `output_unused` as in `ResidentRows`."""
+
+    fixed: FixedRows | None = None
+    """Set where a generation decodes in memory of a fixed size; whoever runs the steps counts `n_decoded`."""
+    n_decoded = 0
 
     def __init__(self, view: StateView, layer: int, *, keep_rows: bool, output_unused: bool):
         super().__init__(keep_rows=keep_rows)
@@ -76,15 +87,30 @@ class KVLayer(PagedCacheLayer):
         kwargs[RESIDENT_KWARG] = self.resident
         if not self.sealed:
             self.produced = {self.key: {"k": key_states, "v": value_states}}
-        if self.keep_rows:
-            if self.keys is not None and self.values is not None:
-                key_states = torch.cat([self.keys, key_states], 2)
-                value_states = torch.cat([self.values, value_states], 2)
-            self.keys, self.values = key_states, value_states
+        if not self.keep_rows:
+            return key_states, value_states
+        if self.fixed is not None:
+            kwargs[RESIDENT_KWARG] = self.resident._replace(last=self.fixed.done)
+            return self._write(self.fixed, key_states, value_states)
+        if self.keys is not None and self.values is not None:
+            key_states = torch.cat([self.keys, key_states], 2)
+            value_states = torch.cat([self.values, value_states], 2)
+        self.keys, self.values, self.n_decoded = key_states, value_states, key_states.shape[2]
         return key_states, value_states
 
+    def _write(
+        self, fixed: FixedRows, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (
+                new.new_zeros(*new.shape[:2], fixed.limit, new.shape[3]) for new in (key_states, value_states)
+            )
+        self.keys.index_copy_(2, fixed.done, key_states)
+        self.values.index_copy_(2, fixed.done, value_states)
+        return self.keys, self.values
+
     def get_seq_length(self) -> int:
-        return self.pages.first_new + (0 if self.keys is None else self.keys.shape[2])
+        return self.pages.first_new + self.n_decoded
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -93,6 +119,9 @@ class RecurrentLayer(LinearAttentionLayer):
     `record_past` makes the model take the functional convolution path for one-token forwards too; the stock path
     writes into the state it was given.
     """
+
+    in_place = False
+    """Write a new state where the one before it is, which must then be this generation's own."""
 
     def __init__(self, view: StateView, layer: int, *, keep_rows: bool):
         super().__init__(number_of_states=1)
@@ -156,7 +185,10 @@ class RecurrentLayer(LinearAttentionLayer):
         self._require_whole()
         if not self.sealed:
             self.produced[self.key]["recurrent"] = recurrent_states
-        if self.keep_rows:
+        if self.keep_rows and self.in_place:
+            self.conv_states[0].copy_(self.produced[self.key]["conv"])
+            self.recurrent_states[0].copy_(recurrent_states)
+        elif self.keep_rows:
             self._start_from(self.produced[self.key])
         return recurrent_states
 

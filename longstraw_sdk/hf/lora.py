@@ -62,8 +62,9 @@ def _plain_adapter(layer: Any, x: torch.Tensor) -> str | None:
     if len(active) != 1 or active[0] in layer.lora_variant:
         return None
     base, a, b = layer.base_layer, layer.lora_A[active[0]], layer.lora_B[active[0]]
-    if not all(type(part) is nn.Linear and _is_bare(part) and part.bias is None for part in (a, b)):
-        return None
+    for part in (a, b):
+        if type(part) is not nn.Linear or not _is_bare(part) or part.bias is not None:
+            return None
     if type(base) is nn.Linear and (not _is_bare(base) or _is_trained(base) or base.weight.dtype != x.dtype):
         return None  # a quantised base runs its own forward and returns the dtype of its input
     dropout = layer.lora_dropout[active[0]]
@@ -73,9 +74,9 @@ def _plain_adapter(layer: Any, x: torch.Tensor) -> str | None:
 
 def _is_bare(module: Any) -> bool:
     """Whether nothing watches or replaces the module's forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks) and "forward" not in vars(module)
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooked and "forward" not in vars(module)
 
 
 def _is_trained(linear: nn.Linear) -> bool:
-    return any(p.requires_grad for p in linear.parameters())
+    return linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)

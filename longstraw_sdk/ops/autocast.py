@@ -18,6 +18,8 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 

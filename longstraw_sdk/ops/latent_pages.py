@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ..state.resident import Tensors
+from ..state.resident import PagedView, Tensors
 
 OfPage = Callable[[int], Tensors | None]
 """The gradients of a page by its index, to add to."""
@@ -24,6 +24,33 @@ class LatentPages(Protocol):
     def page_tokens(self) -> int: ...
     def values(self, index: int) -> Tensors: ...
     def accumulators(self) -> AbstractContextManager[OfPage | None]: ...
+
+
+class JoinedPages:
+    """The first rows of a prefix whose memory is in one piece, as one page."""
+
+    def __init__(self, view: PagedView):
+        self._view = view
+        self.limit = view.limit
+        self.page_tokens = max(1, view.limit)
+
+    def values(self, index: int) -> Tensors:
+        (block,) = self._view.runs()
+        return block.values
+
+    @contextmanager
+    def accumulators(self) -> Iterator[OfPage | None]:
+        if not self._view.accumulate:
+            yield None
+            return
+        (block,) = self._view.runs(with_grads=True)
+        yield lambda index: block.grads
+
+
+def joined(view: PagedView) -> LatentPages:
+    """`view` as one page where its memory is in one piece: rows of hundreds of pages are then read at once."""
+    in_host_memory = view.layer_state.stager is not None  # gradients visit page by page
+    return view if in_host_memory or len(list(view.runs())) != 1 else JoinedPages(view)
 
 
 def page_bounds(pages: LatentPages, device: torch.device) -> torch.Tensor:

@@ -56,19 +56,20 @@ class _LoRALinear(torch.autograd.Function):
         lora_b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        inner, wide_b = _side_product(x, lora_a, lora_b, scale)
+        a, b = lora_a.to(x.dtype), lora_b.to(x.dtype)
+        inner = x @ a.T
         ctx.save_for_backward(x, weight, lora_a, lora_b, inner)
-        ctx.scale = scale
-        return F.linear(x, weight, bias).addmm_(inner, wide_b.T)
+        ctx.narrow, ctx.scale = (a, b), scale
+        return F.linear(x, weight, bias).addmm_(inner, b.T, alpha=scale)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        x, weight, lora_a, lora_b, inner = ctx.saved_tensors
+        x, weight, lora_a, _, inner = ctx.saved_tensors
         wants_x, _, _, *wanted, _ = ctx.needs_input_grad
-        d_out = grad_outputs[0]
-        d_inner, d_a, d_b = _back(d_out, x, lora_b, inner, ctx.scale, wanted, lora_a.dtype)
-        d_x = (d_out @ weight).addmm_(d_inner, lora_a.to(x.dtype)) if wants_x else None
+        d_out, (a, b) = grad_outputs[0], ctx.narrow
+        d_inner, d_a, d_b = _back(d_out, x, b, inner, ctx.scale, wanted, lora_a.dtype)
+        d_x = (d_out @ weight).addmm_(d_inner, a, alpha=ctx.scale) if wants_x else None
         return d_x, None, None, d_a, d_b, None
 
 
@@ -78,41 +79,39 @@ class _AddLoRA(torch.autograd.Function):
     def forward(
         ctx: Any, out: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        inner, wide_b = _side_product(x, lora_a, lora_b, scale)
+        a, b = lora_a.to(x.dtype), lora_b.to(x.dtype)
+        inner = x @ a.T
         ctx.save_for_backward(x, lora_a, lora_b, inner)
-        ctx.scale = scale
-        return torch.addmm(out, inner, wide_b.T)
+        ctx.narrow, ctx.scale = (a, b), scale
+        return torch.addmm(out, inner, b.T, alpha=scale)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        x, lora_a, lora_b, inner = ctx.saved_tensors
+        x, lora_a, _, inner = ctx.saved_tensors
         _, wants_x, *wanted, _ = ctx.needs_input_grad
-        d_out = grad_outputs[0]
-        d_inner, d_a, d_b = _back(d_out, x, lora_b, inner, ctx.scale, wanted, lora_a.dtype)
-        d_x = d_inner @ lora_a.to(x.dtype) if wants_x else None
+        d_out, (a, b) = grad_outputs[0], ctx.narrow
+        d_inner, d_a, d_b = _back(d_out, x, b, inner, ctx.scale, wanted, lora_a.dtype)
+        d_x = (d_inner @ a).mul_(ctx.scale) if wants_x else None
         return d_out, d_x, d_a, d_b, None
 
 
-def _side_product(
-    rows: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows A^T` [n, r] and `scale * B` [out, r] in the dtype of `rows`."""
-    return rows @ lora_a.to(rows.dtype).T, (lora_b * scale).to(rows.dtype)
+# The casts of A and B are kept beside the graph for the backward; the originals are saved so that autograd notices a
+# step between forward and backward.
 
 
 def _back(
     d_out: torch.Tensor,
     x: torch.Tensor,
-    lora_b: torch.Tensor,
+    b: torch.Tensor,
     inner: torch.Tensor,
     scale: float,
     wanted: Sequence[bool],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the inner product [n, r], and of A and B, where they are `wanted`, in `dtype`."""
-    d_inner = d_out @ (lora_b * scale).to(x.dtype)
-    d_a = _wide_product(d_inner.T, x).to(dtype) if wanted[0] else None
+    """`d_out B` [n, r], and gradients of A and B, where they are `wanted`, in `dtype`; `b` is B cast to that of `x`."""
+    d_inner = d_out @ b
+    d_a = _wide_product(d_inner.T, x).mul_(scale).to(dtype) if wanted[0] else None
     d_b = _wide_product(d_out.T, inner).mul_(scale).to(dtype) if wanted[1] else None
     return d_inner, d_a, d_b
 

@@ -17,11 +17,14 @@ from ..state.resident import PagedView
 from ..types import accumulation_dtype
 from .autocast import without_autocast
 from .fetched_rows import FetchedRows
-from .latent_pages import LatentPages, OfPage, PageHits, page_bounds
+from .latent_pages import LatentPages, OfPage, PageHits, joined, page_bounds
 from .sparse_selection import NOT_SELECTED
 
 MAX_GATHERED_ELEMENTS = 2**24
 """Bound on the gathered elements held at once (64 MiB in float32); more queries are tiled."""
+
+CUDA_FACTOR = 8
+"""The bound is as many times as large on CUDA, where small tiles leave most of the device idle."""
 
 
 def sparse_latent_attention(
@@ -106,7 +109,7 @@ def _reachable(
 ) -> tuple[LatentPages, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Resident rows, the selection in terms of them, and all new rows, once everything selected is on this rank."""
     if view.context is None:
-        return view, selected, latent, key_rope
+        return joined(view), selected, latent, key_rope
     fetched = FetchedRows(view, selected)
     if view.split:
         latent, key_rope = (view.context.gather_tokens(x) for x in (latent, key_rope))
@@ -137,7 +140,8 @@ def _tiles(selected: torch.Tensor, n_local: int, width: int, pages: LatentPages)
     """Tiles of the B * S queries whose gathered rows stay under the bound."""
     n_rows, n_queries, top_k = selected.shape
     flat = selected.flatten(0, 1)
-    size = max(1, MAX_GATHERED_ELEMENTS // (top_k * width))
+    bound = MAX_GATHERED_ELEMENTS * (CUDA_FACTOR if selected.is_cuda else 1)
+    size = max(1, bound // (top_k * width))
     bounds = page_bounds(pages, selected.device)
     for start in range(0, n_rows * n_queries, size):
         tile = slice(start, min(start + size, n_rows * n_queries))

@@ -7,16 +7,24 @@ so that chunks, pages and ranks cannot change what is selected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ..errors import NumericsError
 from ..state import ContextGroup
 from .autocast import without_autocast
+from .index_scores import index_scores, uses_kernel
 
 MAX_TILE_ELEMENTS = 2**22
 """Bound on the per-head scores held at once (16 MiB in float32); more queries are tiled."""
+
+MAX_CUDA_ELEMENTS = 2**27
+"""The same on CUDA: 512 MiB of per-head scores by the reference.
+
+With the kernel there are none, and it bounds the scores themselves, for which tiles are joined: packing takes up to 36
+bytes for each, 4.5 GiB, merging 20 and what topk allocates. It bounds joined keys too (256 MiB in bfloat16).
+"""
 
 NOT_SELECTED = -1
 Tile = tuple[int | torch.Tensor, torch.Tensor]
@@ -100,6 +108,7 @@ def select_top_k_over_ranks(
     return unpack_positions(best).sort(-1).values
 
 
+@torch.no_grad()
 def _best(
     query: torch.Tensor,
     weights: torch.Tensor,
@@ -109,29 +118,68 @@ def _best(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed keys [B, S, at most K] of the best, unordered, and whether all scores were finite."""
-    batch, n_queries, n_heads, _ = query.shape
-    best: list[torch.Tensor | None] = []
+    batch, n_queries = query.shape[:2]
+    best: torch.Tensor | None = None
     finite = torch.ones((), dtype=torch.bool, device=query.device)
-    spans: list[slice] = []
-    for where, keys in tiles:
-        keys = keys if keys.ndim == 3 else keys[None]
-        if not spans:
-            size = max(1, MAX_TILE_ELEMENTS // (batch * n_heads * max(1, keys.shape[1])))
-            spans = [slice(i, min(i + size, n_queries)) for i in range(0, n_queries, size)]
-            best = [None] * len(spans)
-        if isinstance(where, torch.Tensor):
-            positions = where
-        else:
-            positions = torch.arange(where, where + keys.shape[1], device=query.device)
-        for i, span in enumerate(spans):
+    for positions, keys in _joined(query, tiles):
+        merged = []
+        for span in _spans(query, keys):
             scores = index_scores(query[:, span], weights[:, span], keys, scale)
             finite &= scores.isfinite().all()
             packed = pack_keys(scores, positions)
             packed = packed.masked_fill(positions > query_positions[span, None], _LEAST)
-            best[i] = merge_top_k(best[i], packed, top_k)
-    if not best:
-        return torch.empty(batch, n_queries, 0, dtype=torch.int64, device=query.device), finite
-    return torch.cat([b for b in best if b is not None], 1), finite
+            merged.append(merge_top_k(None if best is None else best[:, span], packed, top_k))
+        if merged:
+            best = merged[0] if len(merged) == 1 else torch.cat(merged, 1)
+    if best is None:
+        best = torch.empty(batch, n_queries, 0, dtype=torch.int64, device=query.device)
+    return best, finite
+
+
+def _spans(query: torch.Tensor, keys: torch.Tensor) -> list[slice]:
+    """The queries to score against `keys` [B or 1, T, D] at once."""
+    batch, n_queries, n_heads, _ = query.shape
+    bound = MAX_CUDA_ELEMENTS if query.is_cuda else MAX_TILE_ELEMENTS
+    held = 1 if uses_kernel(query, keys) else n_heads
+    size = max(1, bound // (batch * held * max(1, keys.shape[1])))
+    return [slice(i, min(i + size, n_queries)) for i in range(0, n_queries, size)]
+
+
+def _joined(query: torch.Tensor, tiles: Iterable[Tile]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Positions [T] and keys [B or 1, T, D] of `tiles`, where the kernel scores them several as one.
+
+    Choosing the best of many keys at once costs less than of each tile with the best before it. Tiles for the reference
+    stay as they are: its last bits depend on their shape, those of the kernel do not.
+    """
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for where, keys in tiles:
+        keys = keys if keys.ndim == 3 else keys[None]
+        if not isinstance(where, torch.Tensor):
+            where = torch.arange(where, where + keys.shape[1], device=query.device)
+        n_keys = len(where) + sum(len(positions) for positions, _ in held)
+        if held and not (_alike(keys, held[0][1]) and n_keys <= _room(query, keys)):
+            yield _concatenated(held)
+            held = []
+        held.append((where, keys))
+    if held:
+        yield _concatenated(held)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return len(a) == len(b) and a.dtype == b.dtype
+
+
+def _room(query: torch.Tensor, keys: torch.Tensor) -> int:
+    """How many keys like `keys` [B or 1, T, D] to score at once."""
+    if not uses_kernel(query, keys):
+        return 0
+    return MAX_CUDA_ELEMENTS // max(1, query.shape[0] * query.shape[1], keys.shape[0] * keys.shape[2])
+
+
+def _concatenated(tiles: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(tiles) == 1:
+        return tiles[0]
+    return torch.cat([positions for positions, _ in tiles]), torch.cat([keys for _, keys in tiles], 1)
 
 
 def _require(finite: bool) -> None:
@@ -140,14 +188,6 @@ def _require(finite: bool) -> None:
             "the sparse-attention indexer gave a score that is not finite, so no selection is right; check the "
             "weights, the dtype and the positions"
         )
-
-
-def index_scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scores [B, S, T] of keys [B or 1, T, D] by the formula of `select_top_k`, every key seen by every query."""
-    # One product for all queries and heads; a product per query, as broadcasting does, copies the keys.
-    flat = query.flatten(1, 2) if len(keys) > 1 else query.flatten(0, 2)[None]  # [B or 1, s * H, D]
-    per_head = torch.matmul(flat.float(), keys.float().transpose(1, 2)).mul_(scale).relu_()
-    return torch.matmul(weights.float().unsqueeze(-2), per_head.view(*query.shape[:3], -1)).squeeze(-2)
 
 
 def pack_keys(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

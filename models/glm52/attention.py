@@ -70,11 +70,15 @@ class ResidentGlmMoeDsaAttention(GlmMoeDsaAttention):
         if self.indexer is None:
             assert prev_topk_indices is not None, "the first layer has an indexer: checked at construction"
             selected = prev_topk_indices
+        elif layer.selected is not None:
+            selected = layer.selected
         else:
             first += 0 if cache.part is None else cache.part.start
             selected = _select(self.indexer, hidden_states, residual, position_embeddings, layer, first)
             if cache.tape_pass is not None:
                 selected = cache.tape_pass.decide("selection", self.layer_idx, selected)
+            if torch.is_grad_enabled():
+                layer.selected = selected
         w_key, w_value, factors = _absorbed(self, query.dtype)
         attended = sparse_latent_attention(
             _into_latent(query, w_key, [(scale, a, b[:, : self.qk_nope_head_dim]) for scale, a, b in factors]),

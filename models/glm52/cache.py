@@ -28,6 +28,9 @@ class LatentLayer(PagedCacheLayer):
         has_indexer = self.indexer_key in view.state.paged
         self.index = view.paged(self.indexer_key, split=not keep_rows) if has_indexer else None
         self.rows: dict[str, torch.Tensor] = {}
+        self.selected: torch.Tensor | None = None
+        """What a forward with a graph selected, for the recomputation of a checkpointed layer. The layers that share it
+        keep it alive anyhow."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise LifecycleError("a resident state of latents was given to a model whose attention is not bound")

@@ -7,7 +7,6 @@ times, in float32, where one pass does.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
@@ -18,31 +17,24 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
-from longstraw_sdk.errors import ConfigurationError
 from longstraw_sdk.hf.swap import swap_classes
+from longstraw_sdk.ops.kernel_choice import VARIABLE, kernels_wanted
 from longstraw_sdk.ops.trial import too_far, tried
 
 _LOG = logging.getLogger(__name__)
 
-VARIABLE = "LONGSTRAW_KERNELS"
-"""Environment variable: "auto" (default) uses the kernels where a trial on the device agreed with the stock code, "off"
-never does."""
-
-NAMES = ("auto", "off")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SILU = ("silu", "swish")
 
 
 def why_no_kernels(x: torch.Tensor) -> str | None:
     """What keeps the kernels from being used on tensors like `x`, or None. Found, and logged, once per kind."""
-    return _why(os.environ.get(VARIABLE, "auto"), x.device, x.dtype)
+    return _why(kernels_wanted(), x.device, x.dtype)
 
 
 @cache
-def _why(asked: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    if asked not in NAMES:
-        raise ConfigurationError(f"{VARIABLE}={asked!r} is not known; allowed: {', '.join(NAMES)}")
-    if asked == "off":
+def _why(wanted: bool, device: torch.device, dtype: torch.dtype) -> str | None:
+    if not wanted:
         reason: str | None = f"{VARIABLE} is 'off'"
     elif device.type != "cuda":
         reason = f"they need CUDA, not {device.type}"
