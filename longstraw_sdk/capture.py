@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -9,7 +11,18 @@ import torch
 from .adapter import DecoderOutput, StateView
 from .bound import BoundModel, progress
 from .errors import NumericsError
-from .state import ContextGroup, PagePool, Placement, ResidentState, min_forward_tokens
+from .state import (
+    ContextGroup,
+    PagedSpec,
+    PagePool,
+    Placement,
+    RecurrentSpec,
+    ResidentState,
+    StateSpec,
+    min_forward_tokens,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def chunk_bounds(n_tokens: int, chunk_tokens: int, min_tokens: int) -> list[int]:
@@ -41,9 +54,14 @@ def capture_prefix(
         context: the ranks among which the prompt is split; None if this one has all of it.
     """
     where = Placement(bound.device) if placement is None else placement
-    state = ResidentState(bound.specs, prefix_ids, pool, owner, where.device, where.link, context)
+    bounds = chunk_bounds(len(prefix_ids), chunk_tokens, min_forward_tokens(bound.specs))
+    n_own = -(-len(prefix_ids) // (1 if context is None else context.size))
+    layers, others = _bytes_of(bound.specs, n_own, pool.page_tokens, len(bounds) - 1 if keep_boundaries else 0)
+    away = where.host_layers(layers, others)
+    if where.room is not None and away:
+        logger.info("pages of %d of %d layers live in host memory: all do not fit", len(away), len(layers))
+    state = ResidentState(bound.specs, prefix_ids, pool, owner, where.device, where.link, context, away)
     try:
-        bounds = chunk_bounds(len(prefix_ids), chunk_tokens, min_forward_tokens(bound.specs))
         with progress(len(prefix_ids), "capture") as advance:
             for start, end in pairwise(bounds):
                 view = StateView(state, state.last_boundary, state_only=True)
@@ -59,6 +77,26 @@ def capture_prefix(
         state.release()
         raise
     return state
+
+
+def _bytes_of(
+    specs: Sequence[StateSpec], n_tokens: int, page_tokens: int, n_boundaries: int
+) -> tuple[dict[int, tuple[int, int]], int]:
+    """Per layer, bytes of the pages of `n_tokens` and of their gradients; and bytes of all recurrent states.
+
+    Without boundaries to keep, no gradient of the prompt is collected and the last state is the only one.
+    """
+    layers: dict[int, tuple[int, int]] = {}
+    others = 0
+    for spec in specs:
+        if isinstance(spec, PagedSpec):
+            pages, gradients = layers.get(spec.layer, (0, 0))
+            n_rows = -(-n_tokens // page_tokens) * page_tokens if n_boundaries else 0
+            pages += spec.resident_bytes(n_tokens, page_tokens)
+            layers[spec.layer] = (pages, gradients + n_rows * spec.accumulator_bytes_per_token)
+        elif isinstance(spec, RecurrentSpec):
+            others += max(1, n_boundaries) * spec.bytes_per_boundary
+    return layers, others
 
 
 def _is_finite(state: ResidentState, out: DecoderOutput) -> bool:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import weakref
+from functools import partial
 from types import TracebackType
 from typing import get_args
 
@@ -22,7 +23,7 @@ from .ops.attention_choice import VARIABLE as ATTENTION_VARIABLE
 from .ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
-from .state import CudaLink, PagePool, Placement, check_same_weights, in_step, min_forward_tokens
+from .state import CudaLink, PagePool, Placement, check_same_weights, cuda_room, in_step, min_forward_tokens
 from .turns import ExpertTurns
 from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice
 
@@ -52,8 +53,10 @@ class LongStrawSession:
         replay_tokens: how many response tokens one packed replay may hold; None replays one response at a time, which
             keeps memory independent of the group size.
         temperature: divides the logits in sampling, scoring and replay alike.
-        state_device: where pages live. "auto" is the model's device. "cpu" beside a model on a GPU keeps them in pinned
-            host memory and stages one layer at a time while the layer before computes.
+        state_device: where pages live. "cpu" beside a model on a GPU keeps them in pinned host memory and stages one
+            layer at a time while the layer before computes. "auto" is the model's device, but on a GPU a prompt whose
+            pages and gradients leave less free than chunks and packs need keeps as many layers in host memory as it
+            takes.
         verify_content: let the witness hash the pages' content too, which finds writes through raw pointers.
         probe: run the start-up probe on a few tokens; `poison` fills free pages with NaN. Both are for trust, not
             for results.
@@ -123,7 +126,7 @@ class LongStrawSession:
                 if context is not None:
                     context.check_device(bound.device)
                 require_at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
-                placement = _placement(state_device, bound.device)
+                placement = _placement(state_device, bound.device, gradient_scope)
                 bound.check_checkpointing()
                 if probe:
                     run_probe(bound)
@@ -354,11 +357,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _placement(state_device: str, model_device: torch.device) -> Placement:
-    if state_device in ("auto", model_device.type):
+KEPT_FREE = {"response": 6 * 2**30, "full": 10 * 2**30}
+"""Bytes beside weights and resident state that chunks of 8,192 tokens and packs of 4,096 take at most, by scope."""
+
+
+def _placement(state_device: str, model_device: torch.device, gradient_scope: GradientScope) -> Placement:
+    if state_device == model_device.type or (state_device == "auto" and model_device.type != "cuda"):
         return Placement(model_device)
-    if state_device == "cpu" and model_device.type == "cuda":
-        return Placement(torch.device("cpu"), CudaLink(model_device))
+    if state_device in ("auto", "cpu") and model_device.type == "cuda":
+        room = partial(cuda_room, model_device, KEPT_FREE[gradient_scope]) if state_device == "auto" else None
+        return Placement(torch.device("cpu"), CudaLink(model_device), room)
     raise ConfigurationError(
         f"state_device={state_device!r} cannot serve a model on {model_device}: pages live beside the model, or in "
         'host memory beside a GPU. Use "auto", or "cpu" with the model on a GPU'

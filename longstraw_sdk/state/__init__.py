@@ -15,7 +15,7 @@ from .specs import (
     StateSpec,
     min_forward_tokens,
 )
-from .staging import CudaLink, Link, Placement
+from .staging import CudaLink, Link, Placement, cuda_room
 from .witness import Witness
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "TokenSlice",
     "Witness",
     "check_same_weights",
+    "cuda_room",
     "in_step",
     "min_forward_tokens",
 ]

@@ -6,7 +6,7 @@ accumulators do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -357,6 +357,7 @@ class ResidentState:
         pool: where pages come from; the state opens `owner` there and releases it.
         device: where pages live.
         link: how pages in host memory get to the compute device, the device of `prefix_ids`; None if they live there.
+        host_layers: those whose pages live on `device` if there is a link, the others' beside the model; None for all.
         context: the ranks that share the prefix; each then keeps the rows that it computed of every chunk, and all keep
             the same recurrent states. None if this rank keeps everything.
     """
@@ -370,6 +371,7 @@ class ResidentState:
         device: torch.device,
         link: Link | None = None,
         context: ContextGroup | None = None,
+        host_layers: Collection[int] | None = None,
     ):
         self.prefix_ids = prefix_ids
         self.context = context
@@ -382,25 +384,28 @@ class ResidentState:
         """Rows that this rank keeps of the tokens before each boundary."""
         pool.open(owner)
         n_own = -(-len(prefix_ids) // (1 if context is None else context.size))
-        self.paged: dict[StateKey, PagedLayerState] = {
-            spec.key: PagedLayerState(spec, pool, owner, device, n_own) for spec in specs if isinstance(spec, PagedSpec)
-        }
+        paged = [spec for spec in specs if isinstance(spec, PagedSpec)]
+        away = {spec.layer for spec in paged} if host_layers is None else set(host_layers)
+        self.paged: dict[StateKey, PagedLayerState] = {}
+        for spec in paged:
+            place = device if link is None or spec.layer in away else prefix_ids.device
+            self.paged[spec.key] = PagedLayerState(spec, pool, owner, place, n_own)
         self.recurrent: dict[StateKey, RecurrentLayerState] = {
             spec.key: RecurrentLayerState(spec) for spec in specs if isinstance(spec, RecurrentSpec)
         }
         self.released = False
         self.stager: Stager | None = None
-        if link is not None:
-            self._stage_through(link)
+        if link is not None and away:
+            self._stage_through(link, away)
 
-    def _stage_through(self, link: Link) -> None:
+    def _stage_through(self, link: Link, away: set[int]) -> None:
         def pages_of(layer: int) -> dict[StateKey, PageTensors]:
             return {key: paged.page_tensors() for key, paged in self.paged.items() if key[0] == layer}
 
-        layers = sorted({layer for layer, _ in self.paged})
-        self.stager = Stager(link, self.prefix_ids.device, layers, pages_of)
-        for paged in self.paged.values():
-            paged.stager = self.stager
+        self.stager = Stager(link, self.prefix_ids.device, sorted(away), pages_of)
+        for (layer, _), paged in self.paged.items():
+            if layer in away:
+                paged.stager = self.stager
 
     @property
     def n_tokens(self) -> int:

@@ -6,7 +6,7 @@ which layers were last visited, so that the same object serves forwards and back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,10 +30,51 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where pages live, and the link over which they visit the compute device if they live elsewhere."""
+    """Where pages live.
+
+    Without a `link` all live on `device`. With one they live there too, which is then host memory, and visit the
+    compute device over it; but as many layers as fit in `room()` bytes, if it is given, live on the compute device.
+    """
 
     device: torch.device
     link: Link | None = None
+    room: Callable[[], int] | None = None
+
+    def host_layers(self, layer_bytes: Mapping[int, tuple[int, int]], other_bytes: int) -> frozenset[int]:
+        """The layers whose pages do not live on the compute device.
+
+        Args:
+            layer_bytes: per layer, bytes of its pages and of their gradients.
+            other_bytes: what else of the state takes memory on the compute device.
+        """
+        if self.link is None:
+            return frozenset()
+        if self.room is None:
+            return frozenset(layer_bytes)
+        return spread_over_host(layer_bytes, self.room() - other_bytes)
+
+
+def spread_over_host(layer_bytes: Mapping[int, tuple[int, int]], room: int) -> frozenset[int]:
+    """The fewest layers, evenly spread, that must leave the compute device for the others to fit in `room` bytes.
+
+    Between two of them there is then time to copy the next. While any layer is away, copies of the pages of two and of
+    the gradients of one visit.
+    """
+    layers = sorted(layer_bytes)
+    if sum(map(sum, layer_bytes.values())) <= room:
+        return frozenset()
+    for n_away in range(1, len(layers)):
+        away = frozenset(layers[i * len(layers) // n_away] for i in range(n_away))
+        staged = 2 * max(layer_bytes[layer][0] for layer in away) + max(layer_bytes[layer][1] for layer in away)
+        if staged + sum(sum(n) for layer, n in layer_bytes.items() if layer not in away) <= room:
+            return away
+    return frozenset(layers)
+
+
+def cuda_room(device: torch.device, kept_free: int) -> int:
+    """Bytes on a CUDA device that PyTorch could still allocate, but for `kept_free`."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - kept_free
 
 
 class CudaLink:
