@@ -95,10 +95,11 @@ class SimulatedRank:
         """Forward the next chunk and store it."""
         state, chunk = self.state, self.workload.chunk_tokens
         ids = self.ids[None, state.n_tokens : state.n_tokens + chunk]
+        view = StateView(state, state.last_boundary, state_only=True)
         outputs: list[DecoderOutput] = []
 
         def forward() -> None:
-            outputs[:] = [self.bound.adapter.forward(self.bound.base, ids, StateView(state, state.last_boundary))]
+            outputs[:] = [self.bound.adapter.forward(self.bound.base, ids, view)]
 
         with torch.no_grad():
             cost = self._measure(forward)
