@@ -10,6 +10,7 @@ import torch
 
 from .bound import BoundModel
 from .capture import capture_prefix
+from .environment import without_kernels
 from .errors import NumericsError, UnsupportedModelError
 from .replay import replay_rows
 from .state import PagePool
@@ -35,7 +36,8 @@ def probe(bound: BoundModel) -> None:
             "changing a prompt token did not move the response's log-probs, so the replay does not see the prompt; "
             "check the transformers version and the adapter"
         )
-    logits = bound.base(input_ids=ids[None], use_cache=False).logits[0, _N_PROMPT - 1 : -1]
+    with without_kernels():  # the model's own modules use them, and would share their faults
+        logits = bound.base(input_ids=ids[None], use_cache=False).logits[0, _N_PROMPT - 1 : -1]
     stock = torch.log_softmax(logits.to(replayed.dtype), -1).gather(-1, response[:, None])[:, 0]
     if not bool(stock.isfinite().all() and replayed.isfinite().all()):
         raise NumericsError("the model's own log-probs on a short probe are not finite; check the weights and dtype")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import weakref
 from functools import partial
 from types import TracebackType
@@ -14,13 +13,12 @@ from typing import get_args
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from . import environment
 from .adapter import ResidentStateAdapter, adapter_for
 from .backends import ShardingBackend, make_backend
 from .bound import BoundModel, bind_model
 from .errors import ConfigurationError, LifecycleError, require_at_least
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
-from .ops.attention_choice import VARIABLE as ATTENTION_VARIABLE
-from .ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
 from .state import CudaLink, PagePool, Placement, check_same_weights, cuda_room, in_step, min_forward_tokens
@@ -118,10 +116,11 @@ class LongStrawSession:
             page_tokens,
             replay_tokens,
             temperature,
-            *(os.environ.get(name, "auto") for name in (ATTENTION_VARIABLE, KERNELS_VARIABLE)),
+            *environment.asked_for(),
         )
         try:
             with in_step(self.backend.world, "session options", *options):
+                environment.check()
                 bound = bind_model(model, self.adapter)
                 if context is not None:
                     context.check_device(bound.device)

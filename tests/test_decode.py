@@ -2,9 +2,12 @@
 runs here is the step that would be recorded.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from test_sampling import MODELS, N_NEW, make, open_session, stock_rows, tokens
+from transformers import GenerationConfig
 
 from longstraw_sdk import ConfigurationError
 from longstraw_sdk.adapter import StateView
@@ -108,12 +111,10 @@ def tensors_of(layer):
 def test_reasons(monkeypatch):
     model, prompt = make("llama", 2), tokens(9)
     base = base_model_of(model)
+    monkeypatch.setenv(decode.VARIABLE, "fast")
     with pytest.raises(ConfigurationError, match="LONGSTRAW_DECODE='fast' is not known; allowed: eager, graph"):
-        monkeypatch.setenv(decode.VARIABLE, "fast")
-        decode.why_no_graph(base, None, 100)
+        open_session(model)
     monkeypatch.delenv(decode.VARIABLE)
-    assert decode.why_no_graph(base, None, 100) == "LONGSTRAW_DECODE is 'eager'"
-    monkeypatch.setenv(decode.VARIABLE, "graph")
     assert decode.why_no_graph(base, None, 100) == "graphs need CUDA, not cpu"
     with open_session(model) as session, session.capture(prompt) as prefix:
         cache = session.adapter.generation_cache(base, StateView(prefix._state, prefix._state.last_boundary, n_rows=2))
@@ -129,3 +130,40 @@ def test_sparse_latent_layers_decode_step_by_step():
         view = StateView(prefix._state, prefix._state.last_boundary, n_rows=2)
         cache = session.adapter.generation_cache(base_model_of(model), view)
         assert "only layers of keys and values" in decode.why_not_fixed(base_model_of(model), cache)
+
+
+def test_a_graph_that_was_asked_for_and_cannot_be_is_said(monkeypatch, caplog):
+    monkeypatch.setenv(decode.VARIABLE, "graph")
+    with open_session(make("llama", 2)) as session, session.capture(tokens(9)) as prefix:
+        prefix.sample(1, max_new_tokens=2)
+    assert "LONGSTRAW_DECODE='graph', but decoding step by step, because graphs need CUDA, not cpu" in caplog.text
+
+
+def test_another_cache_of_the_same_generation_goes_past_the_steps(fixed):
+    """Classifier-free guidance runs the model a second time with a cache of its own."""
+    model, prompt = make("llama", 2), tokens(9)
+    config = GenerationConfig(max_new_tokens=N_NEW, do_sample=False, guidance_scale=3.0, pad_token_id=0)
+    expected = model.generate(input_ids=prompt[None], generation_config=config)[0, len(prompt) :]
+    with open_session(model) as session, session.capture(prompt) as prefix:
+        [row] = prefix.generate(1, config)
+    assert torch.equal(row, expected)
+    assert not torch.equal(expected, stock_rows(model, prompt, 1, do_sample=False)[0]), "control: guidance matters"
+
+
+def test_a_step_that_cannot_be_recorded_runs_by_itself(fixed, monkeypatch, caplog):
+    model, prompt = make("qwen36", 4), tokens(30)
+    expected = stock_rows(model, prompt, 1, do_sample=False)[0]
+    monkeypatch.setattr(
+        decode, "recorded_steps", lambda model, cache, n_new: decode.fixed_steps(model, cache, n_new, record=True)
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def refuse(*args, **options):
+        raise RuntimeError
+
+    monkeypatch.setattr(torch.cuda, "Stream", refuse)
+    with open_session(model) as session, session.capture(prompt) as prefix:
+        [row] = prefix.sample(1, max_new_tokens=N_NEW, temperature=0)
+    assert torch.equal(row, expected)
+    assert caplog.text.count("a step could not be recorded") == 1

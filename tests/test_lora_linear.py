@@ -4,8 +4,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from longstraw_sdk import LongStrawSession
+from longstraw_sdk.evidence.memory import trace_memory
 from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.hf.lora import swap_lora_linears
@@ -112,6 +114,17 @@ def test_no_float32_activation_is_made():
             function(x, weight, bias, a, b, SCALE)
         sizes.append(largest.n_elements)
     assert sizes == [3 * 40 * IN, 0, 0], "input in float32; nothing"
+
+
+def test_a_checkpointed_linear_keeps_nothing_but_its_input():
+    x, weight, bias, a, b, _ = draw()
+    x, a, b = (t.requires_grad_() for t in (x, a, b))
+    with trace_memory() as trace:
+        out = checkpoint(lambda y: lora_linear(y, weight, bias, a, b, SCALE), x, use_reentrant=False)
+    assert trace.live_bytes <= out.nbytes + 5056, "the random state of the checkpoint; no cast of A or B"
+    with trace_memory() as trace:
+        kept = lora_linear(x, weight, bias, a, b, SCALE)
+    assert trace.live_bytes > kept.nbytes + 2 * RANK * (IN + OUT), "control"
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
 from longstraw_sdk import LongStrawSession, UnsupportedModelError
@@ -17,6 +18,7 @@ from longstraw_sdk.evidence.parity import ParityCase, check_parity
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.lora import base_model_of
 from longstraw_sdk.models.qwen36 import gated_delta_net, kernels
+from longstraw_sdk.ops.trial import tried
 
 CPU = torch.device("cpu")
 
@@ -115,6 +117,13 @@ def test_kernels_are_called_for_what_the_stock_code_computes(fla, dtype):
     ("module", "name", "wrong", "told"),
     [
         ("norm.layernorm", "rms_norm", lambda x, w, b, eps: rms_norm(x, w - 1, b, eps), "its norm was off"),
+        (
+            "norm.layernorm",
+            "rms_norm",
+            lambda x, w, b, eps: rms_norm(x, w - int(len(w) <= 512), b, eps),
+            "its norm of heads was off",
+        ),
+        ("activations", "swiglu", lambda gate, up: (F.silu(gate) * up).bfloat16().float(), "its SwiGLU was off"),
         ("norm.fused_norm_gate", "rms_norm_gated", lambda x, g, w, b, **o: x * g, "its gated norm was off"),
         ("activations", "swiglu", lambda gate, up: F.silu(gate) * up.detach(), "trial failed"),
         (
@@ -127,7 +136,7 @@ def test_kernels_are_called_for_what_the_stock_code_computes(fla, dtype):
 )
 def test_a_wrong_kernel_fails_its_trial(fla, monkeypatch, module, name, wrong, told):
     monkeypatch.setattr(sys.modules[f"fla.modules.{module}"], name, wrong)
-    assert told in kernels.tried(lambda: kernels._trial(CPU, torch.float32))
+    assert told in tried(lambda: kernels._trial(CPU, torch.float32), CPU)
 
 
 def test_modules_compute_the_same_through_the_kernels(fla, monkeypatch):
@@ -159,3 +168,36 @@ def test_a_model_with_another_activation_keeps_its_mlp(fla, monkeypatch):
     mlp.__class__ = kernels.FusedMLP
     assert torch.equal(mlp(x), wanted)
     assert isinstance(mlp.act_fn, nn.Module)
+
+
+def test_the_probe_does_not_share_a_fault_of_a_kernel(fla, monkeypatch):
+    """It compares with the model's own modules, which are swapped by then."""
+    monkeypatch.setattr(sys.modules["fla.modules.activations"], "swiglu", lambda gate, up: F.silu(gate) * up * 3)
+    monkeypatch.setattr(kernels, "_why", lambda wanted, device, dtype: None if wanted else "off")
+    model = tiny_model("qwen36")
+    with pytest.raises(UnsupportedModelError, match="differ from the stock forward"):
+        LongStrawSession(model)
+    monkeypatch.setenv("LONGSTRAW_KERNELS", "off")
+    LongStrawSession(model).close()
+
+
+@pytest.mark.parametrize("mode", ["inference", "autocast", "checkpoint"])
+def test_a_trial_is_that_of_nobody_elses_mode(fla, mode):
+    found = []
+
+    def trial(x):
+        found.append(tried(lambda: kernels._trial(CPU, torch.float32), CPU))
+        return x * 2
+
+    if mode == "inference":
+        with torch.inference_mode():
+            trial(torch.zeros(1))
+    elif mode == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            trial(torch.zeros(1))
+    else:
+        x = torch.ones(1, requires_grad=True)
+        out = checkpoint(lambda y: trial(y) * y, x, use_reentrant=False)
+        out.backward()
+        assert x.grad == 4
+    assert found and set(found) == {None}

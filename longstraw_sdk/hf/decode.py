@@ -8,7 +8,6 @@ that may come, and recurrent states are written where they were read.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,27 +15,20 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..errors import ConfigurationError
+from ..environment import DECODE as VARIABLE
+from ..environment import asked
+from ..ops.trial import first_line
 from ..types import CausalLM
 from .cache import FixedRows, KVLayer, RecurrentLayer, ResidentCache
 
 _LOG = logging.getLogger(__name__)
 
-VARIABLE = "LONGSTRAW_DECODE"
-"""Environment variable: "eager" (default) or "graph"."""
-
-NAMES = ("eager", "graph")
 FEWEST_TOKENS = 32
 """Recording a graph takes as long as some tens of steps."""
 
 
 def why_no_graph(model: CausalLM, cache: Any, n_new: int | None) -> str | None:
     """What keeps steps of `cache` from being recorded, or None."""
-    asked = os.environ.get(VARIABLE, "eager")
-    if asked not in NAMES:
-        raise ConfigurationError(f"{VARIABLE}={asked!r} is not known; allowed: {', '.join(NAMES)}")
-    if asked == "eager":
-        return f"{VARIABLE} is 'eager'"
     device = next(model.parameters()).device
     if device.type != "cuda":
         return f"graphs need CUDA, not {device.type}"
@@ -61,9 +53,12 @@ def why_not_fixed(model: CausalLM, cache: Any) -> str | None:
 @contextmanager
 def recorded_steps(model: CausalLM, cache: Any, n_new: int | None) -> Iterator[None]:
     """Within the block steps of `model.generate(cache=cache)` are replays of a CUDA graph, where they can be."""
+    if asked(VARIABLE) == "eager":
+        yield
+        return
     reason = why_no_graph(model, cache, n_new)
     if reason is not None:
-        _LOG.debug("decoding step by step, because %s", reason)
+        _LOG.warning("%s='graph', but decoding step by step, because %s", VARIABLE, reason)
         yield
         return
     assert n_new is not None
@@ -101,7 +96,9 @@ class Steps:
             if isinstance(layer, KVLayer):
                 layer.fixed = FixedRows(n_new, self._done)
 
-    def __call__(self, input_ids: torch.Tensor, **options: Any) -> BaseModelOutputWithPast:
+    def __call__(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        if options.get("cache") is not self._cache:  # as classifier-free guidance has one of its own
+            return self._forward(input_ids=input_ids, **options)
         assert input_ids.shape[1] == 1, "the last token of the prompt, and then one token at a time"
         hidden = self._replay(input_ids) if self._graph is not None else self._run(input_ids)
         for layer in self._cache.layers:
@@ -122,14 +119,15 @@ class Steps:
 
     def _recorded(self, input_ids: torch.Tensor) -> torch.cuda.CUDAGraph | None:
         self._ids = input_ids.clone()
-        graph = torch.cuda.CUDAGraph()
+        graph, device, done = torch.cuda.CUDAGraph(), self._done.device, self._done.clone()
         try:
-            with torch.cuda.graph(graph):
+            # A graph records on one stream; the default one is of whatever device was current when it was made.
+            with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
                 self._hidden = self._run(self._ids)
         except RuntimeError as error:
-            # Nothing of a step that could not be recorded has run.
-            _LOG.warning("decoding step by step, because a step could not be recorded: %s", str(error).splitlines()[0])
+            _LOG.warning("decoding step by step, because a step could not be recorded: %s", first_line(error))
             self._record = False
+            self._done.copy_(done)
             return None
         return graph
 

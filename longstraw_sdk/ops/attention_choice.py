@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 
 import torch
 
+from ..environment import ATTENTION as VARIABLE
+from ..environment import asked
 from ..errors import ConfigurationError
 from .attention_cudnn import CudnnAttention, why_not_cudnn, why_not_kernel
 from .attention_parts import AttentionOperator
@@ -15,24 +16,16 @@ from .attention_reference import ReferenceAttention
 
 _LOG = logging.getLogger(__name__)
 
-VARIABLE = "LONGSTRAW_ATTENTION"
-"""Environment variable that names the operator: "auto" (default), "reference" or "cudnn"."""
-
-NAMES = ("auto", "reference", "cudnn")
-
 
 def choose_attention(query: torch.Tensor, value: torch.Tensor) -> AttentionOperator:
     """The operator for queries [..., D] and values [..., Dv]. Chosen, and logged, once per kind of input."""
-    asked = os.environ.get(VARIABLE, "auto")
-    return _choose(asked, query.device, query.dtype, query.shape[-1], value.shape[-1])
+    return _choose(asked(VARIABLE), query.device, query.dtype, query.shape[-1], value.shape[-1])
 
 
 @cache
-def _choose(asked: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> AttentionOperator:
-    if asked not in NAMES:
-        raise ConfigurationError(f"{VARIABLE}={asked!r} is not known; allowed: {', '.join(NAMES)}")
-    reason = "it was asked for" if asked == "reference" else why_not_cudnn(device, dtype, dim, value_dim)
-    if asked == "cudnn" and reason is not None:
+def _choose(name: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> AttentionOperator:
+    reason = "it was asked for" if name == "reference" else why_not_cudnn(device, dtype, dim, value_dim)
+    if name == "cudnn" and reason is not None:
         raise ConfigurationError(f"{VARIABLE}='cudnn' cannot be used: {reason}")
     without = why_not_kernel(device, dtype, dim) if reason is None else None
     chosen: AttentionOperator = ReferenceAttention() if reason else CudnnAttention(with_kernel=without is None)

@@ -187,14 +187,14 @@ def why_not_cudnn(device: torch.device, dtype: torch.dtype, dim: int, value_dim:
         return f"heads of {dim} and {value_dim} numbers are not equal multiples of 8 up to 256"
     if not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
-    return tried(lambda: _trial(device, dtype, dim))
+    return tried(lambda: _trial(device, dtype, dim), device)
 
 
 def why_not_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
     """The same for `query_gradient`."""
     if not has_kernel(dim):
         return f"Triton is not installed or heads of {dim} are no power of two"
-    return tried(lambda: _kernel_trial(device, dtype, dim))
+    return tried(lambda: _kernel_trial(device, dtype, dim), device)
 
 
 def _trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
@@ -210,7 +210,7 @@ def _trial_of(n: int, device: torch.device, dtype: torch.dtype, dim: int) -> str
     found = _both_ways(CudnnAttention(with_kernel=False), q, k, v, d_out, scale)
     wanted = _both_ways(ReferenceAttention(), q.float(), k.float(), v.float(), d_out.float(), scale)
     for name, a, b in zip(("output", "gradient of queries", "of keys", "of values"), found, wanted, strict=True):
-        if reason := too_far(name, a, b):
+        if reason := too_far(name, a, b, dtype):
             return reason
     return None
 
@@ -225,7 +225,7 @@ def _kernel_trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | N
     wanted = torch.zeros_like(found)
     query_gradient(q, k, v, d_out, lse, delta, dim**-0.5, found)
     query_gradient_reference(q, k, v, d_out, lse, delta, dim**-0.5, wanted)
-    return too_far("gradient of queries", found, wanted)
+    return too_far("gradient of queries", found, wanted, dtype)
 
 
 def _both_ways(

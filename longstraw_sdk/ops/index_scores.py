@@ -12,7 +12,8 @@ from importlib.util import find_spec
 
 import torch
 
-from .kernel_choice import VARIABLE, kernels_wanted
+from ..environment import KERNELS as VARIABLE
+from ..environment import kernels_wanted
 from .trial import too_far, tried
 
 _LOG = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def _why(wanted: bool, device: torch.device, dtype: torch.dtype, n_heads: int, d
     elif find_spec("triton") is None:
         reason = "Triton is not installed"
     else:
-        reason = tried(lambda: _trial(device, dtype, n_heads, dim))
+        reason = tried(lambda: _trial(device, dtype, n_heads, dim), device)
     told = "fused kernel" if reason is None else f"reference, because {reason}"
     _LOG.info("indexer scores of %s on %s, %d heads of %d: %s", dtype, device, n_heads, dim, told)
     return reason
@@ -141,7 +142,7 @@ def _trial(device: torch.device, dtype: torch.dtype, n_heads: int, dim: int) -> 
     for name, some in (("scores by shared keys", keys[:1]), ("scores by keys of each row", keys)):
         found = index_scores_fused(query, weights, some, dim**-0.5)
         wanted = index_scores_reference(query.float(), weights, some.float(), dim**-0.5)
-        if reason := too_far(name, found, wanted):
+        if reason := too_far(name, found, wanted, dtype):
             return reason
     moved = index_scores_fused(query[:, 5:], weights[:, 5:], keys[:, 77:], dim**-0.5)
     if not torch.equal(moved, found[:, 5:, 77:]):

@@ -58,16 +58,16 @@ class _LoRALinear(torch.autograd.Function):
     ) -> torch.Tensor:
         a, b = lora_a.to(x.dtype), lora_b.to(x.dtype)
         inner = x @ a.T
-        ctx.save_for_backward(x, weight, lora_a, lora_b, inner)
-        ctx.narrow, ctx.scale = (a, b), scale
+        ctx.save_for_backward(x, weight, lora_a, lora_b, inner, a, b)
+        ctx.scale = scale
         return F.linear(x, weight, bias).addmm_(inner, b.T, alpha=scale)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        x, weight, lora_a, _, inner = ctx.saved_tensors
+        x, weight, lora_a, _, inner, a, b = ctx.saved_tensors
         wants_x, _, _, *wanted, _ = ctx.needs_input_grad
-        d_out, (a, b) = grad_outputs[0], ctx.narrow
+        d_out = grad_outputs[0]
         d_inner, d_a, d_b = _back(d_out, x, b, inner, ctx.scale, wanted, lora_a.dtype)
         d_x = (d_out @ weight).addmm_(d_inner, a, alpha=ctx.scale) if wants_x else None
         return d_x, None, None, d_a, d_b, None
@@ -81,23 +81,23 @@ class _AddLoRA(torch.autograd.Function):
     ) -> torch.Tensor:
         a, b = lora_a.to(x.dtype), lora_b.to(x.dtype)
         inner = x @ a.T
-        ctx.save_for_backward(x, lora_a, lora_b, inner)
-        ctx.narrow, ctx.scale = (a, b), scale
+        ctx.save_for_backward(x, lora_a, lora_b, inner, a, b)
+        ctx.scale = scale
         return torch.addmm(out, inner, b.T, alpha=scale)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        x, lora_a, _, inner = ctx.saved_tensors
+        x, lora_a, _, inner, a, b = ctx.saved_tensors
         _, wants_x, *wanted, _ = ctx.needs_input_grad
-        d_out, (a, b) = grad_outputs[0], ctx.narrow
+        d_out = grad_outputs[0]
         d_inner, d_a, d_b = _back(d_out, x, b, inner, ctx.scale, wanted, lora_a.dtype)
         d_x = (d_inner @ a).mul_(ctx.scale) if wants_x else None
         return d_out, d_x, d_a, d_b, None
 
 
-# The casts of A and B are kept beside the graph for the backward; the originals are saved so that autograd notices a
-# step between forward and backward.
+# The casts of A and B are saved for the backward, which a checkpoint frees; the originals too, so that autograd notices
+# a step between forward and backward.
 
 
 def _back(

@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
+from longstraw_sdk.environment import KERNELS as VARIABLE
+from longstraw_sdk.environment import kernels_wanted
 from longstraw_sdk.hf.swap import swap_classes
-from longstraw_sdk.ops.kernel_choice import VARIABLE, kernels_wanted
 from longstraw_sdk.ops.trial import too_far, tried
 
 _LOG = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def _why(wanted: bool, device: torch.device, dtype: torch.dtype) -> str | None:
     elif find_spec("fla") is None:
         reason = 'flash-linear-attention is not installed: pip install "longstraw-sdk[gpu]"'
     else:
-        reason = tried(lambda: _trial(device, dtype))
+        reason = tried(lambda: _trial(device, dtype), device)
     told = "used" if reason is None else f"not used, because {reason}"
     _LOG.info("fused kernels for norms, SwiGLU and convolution of %s on %s: %s", dtype, device, told)
     return reason
@@ -150,7 +151,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str | None:
         found = differentiate(fused, inputs, d_out)
         wanted = differentiate(reference, [x.float() for x in inputs], d_out)
         for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-            if reason := too_far(f"{'gradient of ' * bool(i)}{name}", a, b):
+            if reason := too_far(f"{'gradient of ' * bool(i)}{name}", a, b, dtype):
                 return reason
     return None
 
@@ -161,9 +162,11 @@ Trial = tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor], lis
 def trials(draw: Callable[..., torch.Tensor]) -> list[Trial]:
     """Name, kernel, stock code and inputs of each; 200 tokens are more than one tile of any of them."""
     wide, head, n_tokens, size = 1024, 128, 200, 4
-    weight, gain, taps = draw(wide), draw(head), draw(wide, size)
-    norm, gated = stock.Qwen3_5RMSNorm(wide), stock.Qwen3_5RMSNormGated(head)
-    norm.weight, gated.weight = (nn.Parameter(w.float(), requires_grad=False) for w in (weight, gain))
+    weight, narrow, gain, taps = draw(wide), draw(head), draw(head), draw(wide, size)
+    norm, head_norm = stock.Qwen3_5RMSNorm(wide), stock.Qwen3_5RMSNorm(head)
+    gated = stock.Qwen3_5RMSNormGated(head)
+    for module, w in ((norm, weight), (head_norm, narrow), (gated, gain)):
+        module.weight = nn.Parameter(w.float(), requires_grad=False)
 
     def convolution(by: Any, columns: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = by(columns, tail, taps.to(columns.dtype), None, "silu")
@@ -171,6 +174,8 @@ def trials(draw: Callable[..., torch.Tensor]) -> list[Trial]:
 
     return [
         ("norm", lambda x: rms_norm(x, weight, norm.eps), norm, [draw(2, n_tokens, wide)]),
+        # Up to 512 numbers another kernel computes it.
+        ("norm of heads", lambda x: rms_norm(x, narrow, norm.eps), head_norm, [draw(2, n_tokens, 3, head)]),
         (
             "gated norm",
             lambda x, z: rms_norm_gated(x, z, gain, gated.variance_epsilon),
