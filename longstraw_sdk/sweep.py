@@ -36,6 +36,7 @@ def sweep_chunk(bound: BoundModel, state: ResidentState, boundary: int) -> None:
     if pairs and bound.is_sharded and out.hidden.requires_grad:
         # FSDP2 fetches a layer's weights for its backward when a gradient of the layer's output comes in.
         pairs.append((out.hidden, torch.zeros_like(out.hidden)))
+    del out  # with it the graph of the last hidden state, which nothing here differentiates
     if pairs:
         roots, gradients = zip(*pairs, strict=True)
         del pairs
