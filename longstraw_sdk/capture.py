@@ -91,9 +91,9 @@ def _bytes_of(
     for spec in specs:
         if isinstance(spec, PagedSpec):
             pages, gradients = layers.get(spec.layer, (0, 0))
-            n_rows = -(-n_tokens // page_tokens) * page_tokens if n_boundaries else 0
             pages += spec.resident_bytes(n_tokens, page_tokens)
-            layers[spec.layer] = (pages, gradients + n_rows * spec.accumulator_bytes_per_token)
+            gradients += spec.gradient_bytes(n_tokens, page_tokens) if n_boundaries else 0
+            layers[spec.layer] = (pages, gradients)
         elif isinstance(spec, RecurrentSpec):
             others += max(1, n_boundaries) * spec.bytes_per_boundary
     return layers, others

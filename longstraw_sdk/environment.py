@@ -42,9 +42,11 @@ def check() -> None:
         asked(variable)
 
 
-def kernels_wanted() -> bool:
-    """Whether fused kernels may be used here and now."""
-    return asked(KERNELS) != "off" and not _WITHOUT_KERNELS.get()
+def kernels_off() -> str | None:
+    """Why no fused kernel may be used here and now, or None."""
+    if asked(KERNELS) == "off":
+        return f"{KERNELS} is 'off'"
+    return "a reference is computed without them" if _WITHOUT_KERNELS.get() else None
 
 
 @contextmanager

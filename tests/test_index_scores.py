@@ -15,7 +15,7 @@ import torch
 
 from longstraw_sdk import ConfigurationError, NumericsError
 from longstraw_sdk.environment import KERNELS as VARIABLE
-from longstraw_sdk.environment import kernels_wanted
+from longstraw_sdk.environment import kernels_off
 from longstraw_sdk.ops import index_scores, select_top_k
 from longstraw_sdk.ops.index_scores import index_scores_reference, knows_heads, why_no_index_kernel
 from longstraw_sdk.ops.sparse_selection import merge_top_k, pack_keys, unpack_positions
@@ -117,7 +117,7 @@ def test_the_choice_is_logged_once_with_its_reason(caplog):
     ],
 )
 def test_inputs_it_cannot_serve_have_a_reason(dtype, n_heads, dim, reason):
-    assert reason in module._why(True, CUDA, dtype, n_heads, dim)
+    assert reason in module._why(None, CUDA, dtype, n_heads, dim)
 
 
 def test_heads_that_the_kernel_knows():
@@ -128,12 +128,12 @@ def test_heads_that_the_kernel_knows():
 def test_the_variable_turns_it_off_and_an_unknown_value_is_refused(monkeypatch):
     query, weights, keys = draw_scored()
     monkeypatch.setenv(VARIABLE, "off")
-    assert why_no_index_kernel(query) == "LONGSTRAW_KERNELS is 'off'" and not kernels_wanted()
+    assert why_no_index_kernel(query) == kernels_off() == "LONGSTRAW_KERNELS is 'off'"
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(ConfigurationError, match="LONGSTRAW_KERNELS='fast' is not known; allowed: auto, off"):
         index_scores(query, weights, keys, 0.25)
     monkeypatch.delenv(VARIABLE)
-    assert kernels_wanted()
+    assert kernels_off() is None
 
 
 def sound(query, weights, keys, scale):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
 from longstraw_sdk import LongStrawSession, UnsupportedModelError
+from longstraw_sdk.environment import without_kernels
 from longstraw_sdk.evidence.parity import ParityCase, check_parity
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.lora import base_model_of
@@ -147,9 +148,15 @@ def test_modules_compute_the_same_through_the_kernels(fla, monkeypatch):
     assert result.passed, result
 
 
+def test_a_reference_says_that_it_is_one():
+    with without_kernels():
+        assert kernels.why_no_kernels(torch.zeros(1)) == "a reference is computed without them"
+    assert kernels.why_no_kernels(torch.zeros(1)) == "they need CUDA, not cpu"
+
+
 def test_float64_and_other_devices_have_a_reason():
     assert kernels.why_no_kernels(torch.zeros(1)) == "they need CUDA, not cpu"
-    assert "not enough for torch.float64" in kernels._why(True, torch.device("cuda"), torch.float64)
+    assert "not enough for torch.float64" in kernels._why(None, torch.device("cuda"), torch.float64)
 
 
 @pytest.mark.skipif(
@@ -173,7 +180,7 @@ def test_a_model_with_another_activation_keeps_its_mlp(fla, monkeypatch):
 def test_the_probe_does_not_share_a_fault_of_a_kernel(fla, monkeypatch):
     """It compares with the model's own modules, which are swapped by then."""
     monkeypatch.setattr(sys.modules["fla.modules.activations"], "swiglu", lambda gate, up: F.silu(gate) * up * 3)
-    monkeypatch.setattr(kernels, "_why", lambda wanted, device, dtype: None if wanted else "off")
+    monkeypatch.setattr(kernels, "_why", lambda off, device, dtype: off)
     model = tiny_model("qwen36")
     with pytest.raises(UnsupportedModelError, match="differ from the stock forward"):
         LongStrawSession(model)

@@ -191,8 +191,7 @@ def memory(
     recurrent = [spec for spec in whole.specs if isinstance(spec, RecurrentSpec)]
     pages = sum(spec.resident_bytes(n_rows, page_tokens) for spec in paged)
     boundary = sum(spec.bytes_per_boundary for spec in recurrent)
-    n_page_rows = -(-n_rows // page_tokens) * page_tokens
-    accumulators = n_page_rows * sum(spec.accumulator_bytes_per_token for spec in paged)
+    accumulators = sum(spec.gradient_bytes(n_rows, page_tokens) for spec in paged)
     accumulators += sum(spec.accumulator_bytes for spec in recurrent)
     fixed = whole.weights_bytes + adapter_bytes
     workspace = {name: phase.workspace_bytes for name, phase in phases.items()}

@@ -18,14 +18,13 @@ from ..bound import bind_model
 from ..lora import base_model_of
 from ..state import PagePool, ResidentState
 from ..types import CausalLM
-from .device import GIB, require_cuda, seconds_of, synchronize
+from .device import GIB, require_cuda, synchronize
 from .geometry import GLM52, LORA_RANK, TINY_GLM52, Geometry
 from .layer_result import LayerResult, LayerRow
-from .result import describe_machine
+from .result import Progress, describe_machine
 from .roofline import product_ceiling
 from .simulated_rank import fill_state
 
-Progress = Callable[[str], None]
 NEEDED_BYTES = 130 * GIB
 
 
@@ -156,7 +155,6 @@ class _Found:
     """Of the fastest run: seconds by layer, and of all runs the largest memory. Empty if it did not fit."""
 
     seconds: list[float]
-    chunk_seconds: float | None = None
     peak_bytes: int | None = None
 
 
@@ -164,20 +162,18 @@ class _Found:
 def _measured(base: CausalLM, run: Run, plan: SlicePlan) -> _Found:
     """By runs with a clock around every layer, whose waiting for the device costs less than a layer by far."""
     cuda = plan.device.type == "cuda"
-    found = _Found([])
     try:
         run()  # kernels are loaded and tuned when they are first used
         if cuda:
             torch.cuda.reset_peak_memory_stats(plan.device)
+        runs = []
         for _ in range(plan.n_runs):
             with _timed_layers(base, plan.device) as seconds:
-                total = seconds_of(run, plan.device)
-            if found.chunk_seconds is None or total < found.chunk_seconds:
-                found = _Found(seconds, total)
-        found.peak_bytes = torch.cuda.max_memory_allocated(plan.device) if cuda else None
+                run()
+            runs.append(seconds)
+        return _Found(min(runs, key=sum), torch.cuda.max_memory_allocated(plan.device) if cuda else None)
     except torch.cuda.OutOfMemoryError:
         return _Found([])
-    return found
 
 
 @contextmanager
@@ -194,16 +190,13 @@ def _timed_layers(base: CausalLM, device: torch.device) -> Iterator[list[float]]
         synchronize(device)
         seconds.append(time.perf_counter() - began)
 
-    hooks = [hook for layer in _layers(base) for hook in _around(layer, enter, leave)]
+    hooks = [layer.register_forward_pre_hook(enter) for layer in _layers(base)]
+    hooks += [layer.register_forward_hook(leave) for layer in _layers(base)]
     try:
         yield seconds
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _around(layer: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> list[Any]:
-    return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
 
 
 def _layers(base: Any) -> list[nn.Module]:
@@ -225,7 +218,7 @@ def _rows(system: str, depth: int, found: _Found, base: Any, plan: SlicePlan, ce
             prompt_tokens=depth,
             new_tokens=plan.chunk_tokens,
             layer_seconds=seconds,
-            chunk_seconds=found.chunk_seconds,
+            chunk_seconds=sum(found.seconds) if found.seconds else None,
             roofline_share=None if seconds is None else least / seconds,
             peak_gib=None if found.peak_bytes is None else found.peak_bytes / GIB,
         )

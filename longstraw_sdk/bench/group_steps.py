@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
@@ -13,7 +13,7 @@ from ..lora import base_model_of
 from ..types import GradientScope
 from .device import GIB, require_cuda
 from .geometry import LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
-from .result import describe_machine
+from .result import Progress, describe_machine
 from .roofline import ModelWork, measure_ceilings
 from .step_result import StepResult, StepRow
 from .systems import (
@@ -26,8 +26,6 @@ from .systems import (
     prefix_grouper_step,
     transformers_step,
 )
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from .glm_slice import cpu_glm_slice, h200_glm_slice
 from .group_steps import cpu_small, h200_27b_1m, h200_27b_32k, h200_27b_128k
-from .result import BenchResult
+from .result import BenchResult, Progress
 from .simulated_ranks import cpu_simulated_ranks, simulated_ranks
 from .sparse_memory import sparse_memory
 
-Preset = Callable[[Callable[[str], None]], Iterator[BenchResult]]
+Preset = Callable[[Progress], Iterator[BenchResult]]
 """Runs one benchmark; its argument is called with what was just done. Yields the result as far as it is known, so that
 an interrupted run leaves something, and last the whole."""
 

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from rich.table import Table
+
+Progress = Callable[[str], None]
+"""Is told what was just done."""
 
 ROW_FIELDS = (
     "preset",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,10 @@ import torch
 from .device import require_cuda
 from .estimate import Links, MeasuredCase, depths_of, estimate, scaled
 from .geometry import GLM52, LORA_RANK, QWEN36_27B, TINY_GLM52, TINY_QWEN36, Geometry
-from .result import describe_machine, version_of
+from .result import Progress, describe_machine, version_of
 from .simulated_rank import Cost, SimulatedRank, Workload
 from .simulation_result import PHASES, Point, SimulationResult
 
-Progress = Callable[[str], None]
 NEEDED_BYTES = 64 * 2**30
 
 

@@ -13,7 +13,7 @@ from ..adapter import StateView
 from ..evidence.memory import trace_memory
 from ..models.glm52 import GLM52Adapter
 from ..state import PagePool, ResidentState
-from .result import Measurement, PeakResult, describe_machine
+from .result import Measurement, PeakResult, Progress, describe_machine
 
 N_NEW_TOKENS = 64
 PAGE_TOKENS = 1024
@@ -82,7 +82,7 @@ def stock_layer(model: GlmMoeDsaForCausalLM, n_tokens: int) -> Measurement:
     return _measure("transformers", n_tokens, forward)
 
 
-def sparse_memory(progress: Callable[[str], None]) -> Iterator[PeakResult]:
+def sparse_memory(progress: Progress) -> Iterator[PeakResult]:
     """The preset: both systems at their lengths. transformers is not taken further, for its memory grows."""
     model = one_sparse_layer()
     measurements = []

@@ -89,13 +89,14 @@ class CudnnAttention:
 
     def back_to_pages(self, q: torch.Tensor, row: Gradients, view: PagedView, scale: float) -> torch.Tensor:
         d_q = torch.zeros_like(q, dtype=torch.float32)
-        for k, v, grads in _pieces(view, with_grads=True):
-            if grads is None and self.with_kernel:
+        if not self.pages_need_out(view):
+            for k, v, _ in _pieces(view, with_grads=False):
                 query_gradient(q, k, v, row.d_out, row.lse, row.delta, scale, d_q)
-                continue
-            assert row.out is not None
-            # A padded row has weight one everywhere, and a gradient of zero.
-            queries, d_out, out, lse = (_padded(x)[None] for x in (q, row.d_out, row.out, row.lse[..., None]))
+            return d_q
+        assert row.out is not None
+        # A padded row has weight one everywhere, and a gradient of zero.
+        queries, d_out, out, lse = (_padded(x)[None] for x in (q, row.d_out, row.out, row.lse[..., None]))
+        for k, v, grads in _pieces(view, with_grads=True):
             found = _backward(d_out, queries, k[None], v[None], out, lse, False, scale)
             d_q += found[0][0, :, : q.shape[1]]
             if grads is not None:

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ..environment import KERNELS as VARIABLE
-from ..environment import kernels_wanted
+from ..environment import kernels_off
 from .trial import too_far, tried
 
 _LOG = logging.getLogger(__name__)
@@ -108,13 +107,13 @@ def knows_heads(n_heads: int, dim: int) -> bool:
 
 def why_no_index_kernel(query: torch.Tensor) -> str | None:
     """What keeps the kernel from being used for `query` [B, S, H, D], or None. Found, and logged, once per kind."""
-    return _why(kernels_wanted(), query.device, query.dtype, query.shape[-2], query.shape[-1])
+    return _why(kernels_off(), query.device, query.dtype, query.shape[-2], query.shape[-1])
 
 
 @cache
-def _why(wanted: bool, device: torch.device, dtype: torch.dtype, n_heads: int, dim: int) -> str | None:
-    if not wanted:
-        reason: str | None = f"{VARIABLE} is 'off'"
+def _why(off: str | None, device: torch.device, dtype: torch.dtype, n_heads: int, dim: int) -> str | None:
+    if off is not None:
+        reason: str | None = off
     elif device.type != "cuda":
         reason = f"the kernel needs CUDA, not {device.type}"
     elif dtype not in DTYPES:

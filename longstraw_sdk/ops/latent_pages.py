@@ -27,16 +27,15 @@ class LatentPages(Protocol):
 
 
 class JoinedPages:
-    """The first rows of a prefix whose memory is in one piece, as one page."""
+    """The first rows of a prefix whose memory is in one piece, as one page with the values `rows`."""
 
-    def __init__(self, view: PagedView):
-        self._view = view
+    def __init__(self, view: PagedView, rows: Tensors):
+        self._view, self._rows = view, rows
         self.limit = view.limit
         self.page_tokens = max(1, view.limit)
 
     def values(self, index: int) -> Tensors:
-        (block,) = self._view.runs()
-        return block.values
+        return self._rows
 
     @contextmanager
     def accumulators(self) -> Iterator[OfPage | None]:
@@ -49,8 +48,10 @@ class JoinedPages:
 
 def joined(view: PagedView) -> LatentPages:
     """`view` as one page where its memory is in one piece: rows of hundreds of pages are then read at once."""
-    in_host_memory = view.layer_state.stager is not None  # gradients visit page by page
-    return view if in_host_memory or len(list(view.runs())) != 1 else JoinedPages(view)
+    if view.layer_state.stager is not None:  # gradients visit page by page
+        return view
+    blocks = list(view.runs())
+    return JoinedPages(view, blocks[0].values) if len(blocks) == 1 else view
 
 
 def page_bounds(pages: LatentPages, device: torch.device) -> torch.Tensor:

@@ -86,7 +86,15 @@ class PagedSpec(StateSpec):
 
     def resident_bytes(self, n_tokens: int, page_tokens: int) -> int:
         """Bytes of the pages that hold `n_tokens`; the last page counts whole."""
-        return -(-n_tokens // page_tokens) * page_tokens * self.bytes_per_token
+        return _whole_pages(n_tokens, page_tokens) * self.bytes_per_token
+
+    def gradient_bytes(self, n_tokens: int, page_tokens: int) -> int:
+        """Bytes of the gradient accumulators of those pages."""
+        return _whole_pages(n_tokens, page_tokens) * self.accumulator_bytes_per_token
+
+
+def _whole_pages(n_tokens: int, page_tokens: int) -> int:
+    return -(-n_tokens // page_tokens) * page_tokens
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
-from longstraw_sdk.environment import KERNELS as VARIABLE
-from longstraw_sdk.environment import kernels_wanted
+from longstraw_sdk.environment import kernels_off
 from longstraw_sdk.hf.swap import swap_classes
 from longstraw_sdk.ops.trial import too_far, tried
 
@@ -30,13 +29,13 @@ SILU = ("silu", "swish")
 
 def why_no_kernels(x: torch.Tensor) -> str | None:
     """What keeps the kernels from being used on tensors like `x`, or None. Found, and logged, once per kind."""
-    return _why(kernels_wanted(), x.device, x.dtype)
+    return _why(kernels_off(), x.device, x.dtype)
 
 
 @cache
-def _why(wanted: bool, device: torch.device, dtype: torch.dtype) -> str | None:
-    if not wanted:
-        reason: str | None = f"{VARIABLE} is 'off'"
+def _why(off: str | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    if off is not None:
+        reason: str | None = off
     elif device.type != "cuda":
         reason = f"they need CUDA, not {device.type}"
     elif dtype not in DTYPES:
