@@ -9,7 +9,7 @@ import torch
 
 from longstraw_sdk.bench import group_steps, systems
 from longstraw_sdk.bench.geometry import TINY_QWEN3, TINY_QWEN36
-from longstraw_sdk.bench.group_steps import StepPlan, run_steps
+from longstraw_sdk.bench.group_steps import Run, StepPlan, run_steps
 from longstraw_sdk.bench.result import ROW_FIELDS
 from longstraw_sdk.bench.roofline import Ceilings, ModelWork, Work
 from longstraw_sdk.bench.systems import (
@@ -61,7 +61,7 @@ def plan(**changes):
         preset="test",
         models=((replace(TINY_QWEN3, n_units=1), ("transformers", "prefix-grouper")),),
         groups=(GROUP, replace(GROUP, prompt_tokens=80)),
-        runs=(("response", 18), ("full", 9)),
+        runs=(Run("response", 18), Run("full", 9, checkpointing=False)),
         options=replace(OPTIONS, sampled_tokens=2),
         warm_up=WARM_UP,
         ceiling_tokens=64,
@@ -92,7 +92,23 @@ def test_rows_hold_phases_that_add_up(tmp_path):
         swept = ours and row["gradient_scope"] == "full"
         assert [seconds is not None for seconds in phases] == [ours, ours, True, swept, ours]
         assert 0 < row["roofline_share"] < 1
-        assert row["peak_gib"] > 0 and row["date"] and row["device"]
+        assert row["peak_gib"] > row["weights_gib"] > 0 and row["date"] and row["device"]
+        assert (row["state_gib"] is not None) == ours
+        assert row["checkpointing"] == (row["replay_tokens"] != 9)
+
+
+def test_layers_are_checkpointed_as_a_run_says_and_afterwards_as_before(monkeypatch):
+    found = []
+
+    def note(model, step, warm_up, group):
+        flags = {layer.gradient_checkpointing for layer in base_model_of(model).base_model.layers}
+        found.append((model, flags))
+        return systems.Measured({}, None, 0)
+
+    monkeypatch.setattr(group_steps, "measure", note)
+    runs = (Run("response", 18), Run("response", 18, checkpointing=False))
+    list(run_steps(plan(runs=runs, groups=(GROUP,)), lambda done: None))
+    assert [flags for _, flags in found] == [{True}, {False}, {True}, {True}], "two runs of ours and two peers"
 
 
 def test_a_system_without_memory_has_a_row(monkeypatch):
@@ -114,7 +130,7 @@ def test_a_system_without_memory_has_a_row(monkeypatch):
 def test_a_missing_peer_is_said_and_left_out(monkeypatch):
     said = []
     monkeypatch.setattr(group_steps, "find_spec", lambda name: None)
-    *_, result = run_steps(plan(runs=(("full", 18),), groups=(GROUP,)), said.append)
+    *_, result = run_steps(plan(runs=(Run("full", 18),), groups=(GROUP,)), said.append)
     assert [row["system"] for row in result.rows()] == ["longstraw", "transformers"]
     assert 'prefix-grouper is not installed: pip install "longstraw-sdk[bench]"' in said
 

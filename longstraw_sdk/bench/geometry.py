@@ -15,6 +15,7 @@ from ..state import StateSpec
 from ..types import CausalLM
 
 LORA_RANK = 16
+CHECKPOINTING = {"use_reentrant": False}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Geometry:
         torch.manual_seed(0)
         base = self._base(self.config(n_units, expert_ranks), device)
         if self.checkpointing:
-            base.activation_checkpointing_enable({"use_reentrant": False})
+            base.activation_checkpointing_enable(CHECKPOINTING)
         return get_peft_model(base, adapter_for(base).lora_config(r=LORA_RANK))
 
     def whole(self, expert_ranks: int) -> WholeModel:

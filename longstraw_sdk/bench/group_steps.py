@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
@@ -10,9 +11,9 @@ import torch
 
 from ..evidence.parity import randomize_lora
 from ..lora import base_model_of
-from ..types import GradientScope
+from ..types import CausalLM, GradientScope
 from .device import GIB, require_cuda
-from .geometry import LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
+from .geometry import CHECKPOINTING, LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
 from .result import Progress, describe_machine
 from .roofline import ModelWork, measure_ceilings
 from .step_result import StepResult, StepRow
@@ -28,6 +29,16 @@ from .systems import (
 )
 
 
+@dataclass(frozen=True)
+class Run:
+    """How our own system takes a step."""
+
+    scope: GradientScope
+    replay_tokens: int
+    checkpointing: bool = True
+    """Whether backward forwards each layer again, or the activations of a whole pack stay."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """What a preset measures.
@@ -35,7 +46,7 @@ class StepPlan:
     Args:
         models: the geometries, each with the names of the systems that run on it.
         groups: measured in this order; peers are measured on the first.
-        runs: gradient scope and `replay_tokens` of our own measurements.
+        runs: our own measurements of each group.
         warm_up: a group before each measurement, which compiles and plans kernels; peers take one response of it.
         ceiling_tokens: size of the products and of the attention that the roofline is measured with.
     """
@@ -43,7 +54,7 @@ class StepPlan:
     preset: str
     models: tuple[tuple[Geometry, tuple[str, ...]], ...]
     groups: tuple[Group, ...]
-    runs: tuple[tuple[GradientScope, int], ...]
+    runs: tuple[Run, ...]
     options: Options
     warm_up: Group
     ceiling_tokens: int
@@ -61,7 +72,7 @@ def cpu_small(progress: Progress) -> Iterator[StepResult]:
             preset="cpu-small",
             models=((TINY_QWEN36, ("transformers",)), (TINY_QWEN3, ("transformers", "prefix-grouper"))),
             groups=(Group(prompt_tokens=1024, size=4, response_tokens=32),),
-            runs=(("response", 128), ("full", 128)),
+            runs=(Run("response", 128), Run("response", 128, checkpointing=False), Run("full", 128)),
             options=Options(chunk_tokens=256, page_tokens=256),
             warm_up=Group(prompt_tokens=64, size=2, response_tokens=8),
             ceiling_tokens=512,
@@ -76,28 +87,28 @@ def h200_27b_32k(progress: Progress) -> Iterator[StepResult]:
     groups = tuple(Group(prompt_tokens=32_768, size=n, response_tokens=1024) for n in (8, 2))
     # One response at a time makes groups of 2 and of 8 differ in nothing but their number: gradients are there from the
     # second pack on.
-    yield from _on_h200(
-        "h200-27b-32k", groups, (("response", 4096), ("response", 1024), ("full", 4096)), 32_768, progress
-    )
+    runs = (Run("response", 4096), Run("response", 1024), Run("full", 4096))
+    yield from _on_h200("h200-27b-32k", groups, runs, 32_768, progress)
 
 
 def h200_27b_128k(progress: Progress) -> Iterator[StepResult]:
     """The same behind 131,072 tokens."""
     groups = (Group(prompt_tokens=131_072, size=8, response_tokens=1024),)
-    yield from _on_h200("h200-27b-128k", groups, (("response", 4096), ("full", 4096)), 131_072, progress)
+    runs = (Run("response", 4096), Run("response", 4096, checkpointing=False), Run("full", 4096))
+    yield from _on_h200("h200-27b-128k", groups, runs, 131_072, progress)
 
 
 def h200_27b_1m(progress: Progress) -> Iterator[StepResult]:
     """The same behind 1,048,576 tokens in response scope, 32 tokens of each response sampled from the state."""
     groups = (Group(prompt_tokens=1_048_576, size=8, response_tokens=1024),)
     # 262,144 tokens meet every size that a call of the attention kernel has behind more.
-    yield from _on_h200("h200-27b-1m", groups, (("response", 4096),), 262_144, progress, sampled_tokens=32)
+    yield from _on_h200("h200-27b-1m", groups, (Run("response", 4096),), 262_144, progress, sampled_tokens=32)
 
 
 def _on_h200(
     preset: str,
     groups: tuple[Group, ...],
-    runs: tuple[tuple[GradientScope, int], ...],
+    runs: tuple[Run, ...],
     warm_up_tokens: int,
     progress: Progress,
     sampled_tokens: int = 0,
@@ -137,23 +148,40 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
         work = ModelWork.of(model)
         settings[geometry.name] = {"dtype": str(geometry.dtype), "ceilings": asdict(ceilings)} | asdict(work)
         for i, group in enumerate(plan.groups):
-            steps: list[tuple[str, GradientScope, int | None, Step]] = [
-                ("longstraw", scope, n, longstraw_step(scope, n, plan.options)) for scope, n in plan.runs
+            steps: list[tuple[str, Run | None, Step]] = [
+                ("longstraw", run, longstraw_step(run.scope, run.replay_tokens, plan.options)) for run in plan.runs
             ]
             if i == 0:
-                steps += [(name, "full", None, PEERS[name]) for name in peers]
-            for system, scope, replay_tokens, step in steps:
+                steps += [(name, None, PEERS[name]) for name in peers]
+            for system, run, step in steps:
                 if system == "prefix-grouper" and find_spec("prefix_grouper") is None:
                     progress('prefix-grouper is not installed: pip install "longstraw-sdk[bench]"')
                     continue
                 warm_up = plan.warm_up if system == "longstraw" else replace(plan.warm_up, size=1)
-                found = measure(model, step, warm_up, group)
+                checkpointing = geometry.checkpointing and (run is None or run.checkpointing)
+                with _checkpointing(model, checkpointing):
+                    found = measure(model, step, warm_up, group)
+                scope: GradientScope = "full" if run is None else run.scope
                 least = work.step(group.prompt_tokens, group.response_tokens, group.size, scope).seconds(ceilings)
                 capture = work.capture(group.prompt_tokens).seconds(ceilings)
-                rows.append(_row(geometry, system, scope, replay_tokens, group, found, least, capture))
+                replay_tokens = None if run is None else run.replay_tokens
+                rows.append(_row(geometry, system, scope, replay_tokens, checkpointing, group, found, least, capture))
                 progress(rows[-1].summary)
                 yield StepResult(preset=plan.preset, settings=settings, machine=describe_machine(), steps=tuple(rows))
         del model
+
+
+@contextmanager
+def _checkpointing(model: CausalLM, wanted: bool) -> Iterator[None]:
+    base = base_model_of(model)
+    was = base.is_activation_checkpointing
+    if was and not wanted:
+        base.activation_checkpointing_disable()
+    try:
+        yield
+    finally:
+        if was and not wanted:
+            base.activation_checkpointing_enable(CHECKPOINTING)
 
 
 def _row(
@@ -161,6 +189,7 @@ def _row(
     system: str,
     scope: GradientScope,
     replay_tokens: int | None,
+    checkpointing: bool,
     group: Group,
     found: Measured,
     least_seconds: float,
@@ -176,6 +205,7 @@ def _row(
         group=group.size,
         response_tokens=group.response_tokens,
         replay_tokens=replay_tokens,
+        checkpointing=checkpointing,
         capture_seconds=seconds.get("capture"),
         sample_seconds=seconds.get("sample"),
         replay_seconds=seconds.get("replay"),
@@ -183,6 +213,8 @@ def _row(
         finalize_seconds=seconds.get("finalize"),
         step_seconds=step,
         peak_gib=None if found.peak_bytes is None else found.peak_bytes / GIB,
+        weights_gib=found.weights_bytes / GIB,
+        state_gib=None if found.state_bytes is None else found.state_bytes / GIB,
         roofline_share=None if step is None else least_seconds / (step - seconds.get("sample", 0.0)),
         capture_roofline_share=least_capture_seconds / seconds["capture"] if "capture" in seconds else None,
     )

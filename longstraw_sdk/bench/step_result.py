@@ -27,6 +27,8 @@ class StepRow:
     response_tokens: int
     replay_tokens: int | None
     """Response tokens that our replays pack at most; None of peers."""
+    checkpointing: bool
+    """Whether layers were forwarded again in backward."""
     capture_seconds: float | None
     sample_seconds: float | None
     replay_seconds: float | None
@@ -34,6 +36,9 @@ class StepRow:
     finalize_seconds: float | None
     step_seconds: float | None
     peak_gib: float | None
+    weights_gib: float
+    state_gib: float | None
+    """The resident state after capture; None of peers."""
     roofline_share: float | None
     capture_roofline_share: float | None
 
@@ -44,7 +49,8 @@ class StepRow:
     @property
     def run(self) -> str:
         packs = "" if self.replay_tokens is None else f", {self.replay_tokens}"
-        return f"{self.system} ({self.gradient_scope}{packs})"
+        kept = "" if self.checkpointing else ", kept"
+        return f"{self.system} ({self.gradient_scope}{packs}{kept})"
 
     @property
     def summary(self) -> str:
@@ -66,7 +72,7 @@ class StepResult(BenchResult):
             "One group in an open session, forward and backward, without the optimizer's step. GiB is the peak with "
             "weights. Roofline is the least work at speeds measured in the same run, as a share of the time without "
             "sampling. A dash: the system has no such phase, and all that it does counts as replay. The number beside "
-            "our scope is replay_tokens, what a pack of responses may hold."
+            "our scope is replay_tokens, what a pack of responses may hold; kept: no layer is checkpointed."
         )
 
     def table(self) -> Table:

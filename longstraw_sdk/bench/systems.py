@@ -54,10 +54,11 @@ class Options:
 
 @dataclass
 class Phases:
-    """Seconds by phase."""
+    """Seconds by phase, and bytes of the resident state after capture where there is one."""
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
+    state_bytes: int | None = None
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -88,6 +89,7 @@ def longstraw_step(scope: GradientScope, replay_tokens: int, options: Options) -
         ) as session:
             with phases.timed("capture"):
                 prefix = session.capture(prompt)
+            phases.state_bytes = prefix.n_bytes
             if options.sampled_tokens:
                 with phases.timed("sample"):
                     prefix.sample(group.size, max_new_tokens=options.sampled_tokens, seed=group.seed)
@@ -196,15 +198,21 @@ def _weighted(base: Any, hidden: torch.Tensor, row: torch.Tensor, advantage: tor
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds by phase, and the largest memory of a step with weights, LoRA and gradients; None if it did not fit."""
+    """Seconds by phase, and the largest memory of a step with weights, LoRA and gradients; None if it did not fit.
+
+    `weights_bytes` are those of the model with LoRA, `state_bytes` those of a captured prompt.
+    """
 
     seconds: dict[str, float]
     peak_bytes: int | None
+    weights_bytes: int
+    state_bytes: int | None = None
 
 
 def measure(model: CausalLM, step: Step, warm_up: Group, group: Group) -> Measured:
     """Take `step` after a warm-up, with memory watched: in the same run on CUDA, in one of its own on a CPU."""
     device = base_model_of(model).get_input_embeddings().weight.device
+    weights = sum(p.nbytes for p in model.parameters())
     try:
         _clean(model)
         step(model, warm_up, Phases(device))
@@ -213,16 +221,15 @@ def measure(model: CausalLM, step: Step, warm_up: Group, group: Group) -> Measur
             torch.cuda.reset_peak_memory_stats(device)
             phases = Phases(device)
             step(model, group, phases)
-            return Measured(phases.seconds, torch.cuda.max_memory_allocated(device))
-        weights = sum(p.nbytes for p in model.parameters())
+            return Measured(phases.seconds, torch.cuda.max_memory_allocated(device), weights, phases.state_bytes)
         with trace_memory() as trace:
             step(model, group, Phases(device))
         _clean(model)
         phases = Phases(device)  # again without the trace, which slows every operation
         step(model, group, phases)
-        return Measured(phases.seconds, weights + trace.peak_bytes)
+        return Measured(phases.seconds, weights + trace.peak_bytes, weights, phases.state_bytes)
     except torch.cuda.OutOfMemoryError:
-        return Measured({}, None)
+        return Measured({}, None, weights)
     finally:
         _clean(model)
 
