@@ -18,6 +18,7 @@ import trl_setup
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from longstraw_sdk.evidence.manifest import problems_of
 from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.evidence.tiny import tiny_model
 
@@ -264,6 +265,7 @@ def test_when_a_rank_of_the_example_is_killed_the_others_end_and_it_is_named(tmp
     root_cause = said[said.index("Root Cause") :]
     assert "rank      : 1" in root_cause and "SIGKILL" in root_cause
     checkpoint = tmp_path / "out" / "checkpoint-1"
+    assert problems_of(checkpoint) == []
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 1
     assert load_file(checkpoint / "adapter_model.safetensors")
 

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import ProcessorMixin, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from longstraw_sdk.adapter import ResidentStateAdapter
 from longstraw_sdk.backends import fsdp_is_ours, make_backend
 from longstraw_sdk.errors import ConfigurationError, InputError, NumericsError
+from longstraw_sdk.evidence.manifest import write_manifest
 from longstraw_sdk.lora import AdapterState, adapter_state
 from longstraw_sdk.prefix import Prefix
 from longstraw_sdk.replay import pack_rows
@@ -35,6 +36,7 @@ from .grpo_config import LongStrawGRPOConfig
 from .rewards import checked_rewards
 from .rollout_state import load_rollouts, save_rollouts
 from .rows import Row, unpadded
+from .whole_checkpoints import checkpoint_to_resume
 
 _PrefixKey = tuple[bytes, AdapterState]
 
@@ -381,9 +383,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         finally:
             self._drop_all()
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
         try:
-            return super().train(*args, **kwargs)
+            return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
         finally:
             self._drop_all()
 
@@ -417,13 +419,28 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             super()._load_from_checkpoint(folder, model)
 
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
+        keep, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = keep
         self.accelerator.wait_for_everyone()  # until the folder is there
+        output_dir = self._get_output_dir(trial=trial)
+        folder = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self._backend.context is None or self._backend.context.rank == 0:
             generate_every = self.args.steps_per_generation * self.num_iterations
             unfinished = self._buffered_inputs if self._step % generate_every else None
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             save_rollouts(folder, self._step, unfinished or [], **self._place())
+        self.accelerator.wait_for_everyone()  # until all wrote their part
+        if self.args.should_save:
+            facts = {
+                "global_step": self.state.global_step,
+                "gradient_scope": self.args.gradient_scope,
+                "prefix_adapter": self.args.prefix_adapter,
+            }
+            write_manifest(folder, facts)
+            # Older ones go when the new one is whole: a run that dies in between has one of them.
+            rotate_checkpoints(output_dir, keep, self.state.best_model_checkpoint, use_mtime=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
