@@ -45,6 +45,10 @@ class WitnessError(LongStrawError, RuntimeError):
     """The resident state changed between capture and replay; the message names layer and page."""
 
 
+class SamplerError(LongStrawError, RuntimeError):
+    """A sampler did not answer, or its answer cannot be trained on. The update that asked for it was not begun."""
+
+
 def require_at_least(name: str, value: object, least: int) -> None:
     """Raise `ConfigurationError` unless the option `name` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -94,7 +94,7 @@ def h200_27b_32k(progress: Progress) -> Iterator[StepResult]:
 def h200_27b_128k(progress: Progress) -> Iterator[StepResult]:
     """The same behind 131,072 tokens."""
     groups = (Group(prompt_tokens=131_072, size=8, response_tokens=1024),)
-    runs = (Run("response", 4096), Run("response", 4096, checkpointing=False), Run("full", 4096))
+    runs = (Run("response", 4096), Run("response", 4096, checkpointing=False))
     yield from _on_h200("h200-27b-128k", groups, runs, 131_072, progress)
 
 

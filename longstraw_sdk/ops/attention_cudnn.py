@@ -17,7 +17,7 @@ from .attention_reference import ReferenceAttention
 from .fused_attention import PLANNED
 from .fused_attention import fused_attention as _forward
 from .fused_attention import fused_attention_backward as _backward
-from .query_gradient import has_kernel, query_gradient, query_gradient_reference
+from .query_gradient import has_kernel, query_gradient, trial_of
 from .trial import too_far, tried
 
 KEYS_PER_CALL = 131_072
@@ -195,7 +195,7 @@ def why_not_kernel(device: torch.device, dtype: torch.dtype, dim: int) -> str | 
     """The same for `query_gradient`."""
     if not has_kernel(dim):
         return f"Triton is not installed or heads of {dim} are no power of two"
-    return tried(lambda: _kernel_trial(device, dtype, dim), device)
+    return tried(lambda: trial_of(query_gradient, device, dtype, dim), device)
 
 
 def _trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
@@ -214,19 +214,6 @@ def _trial_of(n: int, device: torch.device, dtype: torch.dtype, dim: int) -> str
         if reason := too_far(name, a, b, dtype):
             return reason
     return None
-
-
-def _kernel_trial(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
-    """70 queries through 150 keys that lie token after token, as on pages."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, d_out = (torch.randn(2, 70, dim, generator=generator, device=device).to(dtype) for _ in range(2))
-    k, v = (torch.randn(150, 2, dim, generator=generator, device=device).to(dtype).transpose(0, 1) for _ in range(2))
-    lse = (q.float() @ k.float().transpose(1, 2) * dim**-0.5).logsumexp(-1)
-    delta, found = torch.zeros_like(lse), torch.zeros_like(q, dtype=torch.float32)
-    wanted = torch.zeros_like(found)
-    query_gradient(q, k, v, d_out, lse, delta, dim**-0.5, found)
-    query_gradient_reference(q, k, v, d_out, lse, delta, dim**-0.5, wanted)
-    return too_far("gradient of queries", found, wanted, dtype)
 
 
 def _both_ways(

@@ -1,0 +1,17 @@
+"""Samplers: who draws the responses of a prompt. The resident state does where a trainer is given none of these."""
+
+from .adapter_export import ExportedAdapter, export_adapter
+from .directory import DirectorySampler
+from .http import HttpSampler
+from .protocol import Completion, RolloutRequest, Sampler, prompt_identity
+
+__all__ = [
+    "Completion",
+    "DirectorySampler",
+    "ExportedAdapter",
+    "HttpSampler",
+    "RolloutRequest",
+    "Sampler",
+    "export_adapter",
+    "prompt_identity",
+]

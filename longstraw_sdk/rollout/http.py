@@ -1,0 +1,184 @@
+"""A sampler that is reached over HTTP: a server of the OpenAI completions API that speaks token ids, such as vLLM.
+
+Prompts are sent as ids and answers are read as ids (`return_token_ids`, vLLM from 0.10.2): a server that returns text
+alone is refused, because text does not always tokenise back to what was drawn. At temperatures other than 1 vLLM must
+be started with `--logprobs-mode processed_logprobs`, or its log-probs are those of temperature 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import ConfigurationError, SamplerError
+from .protocol import Completion, RolloutRequest, checked
+
+_BYTES_PER_TOKEN = 512
+"""Of an answer: an id and a log-prob take about 30, the text and the list of top log-probs beside them more."""
+
+
+class HttpSampler:
+    """Implements `Sampler` by `POST /v1/completions`.
+
+    Args:
+        base_url: scheme, host and port, as "http://10.0.0.7:8000".
+        load_adapter: have the server load the exported adapter under its name (`POST /v1/load_lora_adapter`, vLLM with
+            `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`), see it listed, and unload the one before it. The server must reach
+            the trainer's output folder under the same path. If off, something else does so before requests arrive.
+        api_key_variable: name of the environment variable that holds the key, if the server wants one. The key itself
+            is nowhere stored.
+        timeout_seconds: of one request as a whole.
+        sleep: `exclusive`, by vLLM's sleep mode (`--enable-sleep-mode`): `POST /wake_up` before and `/sleep` after.
+        max_logprob_difference: as in `Sampler`.
+    """
+
+    name = "http"
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        load_adapter: bool = True,
+        api_key_variable: str | None = None,
+        timeout_seconds: float = 3600.0,
+        sleep: bool = False,
+        max_logprob_difference: float = 0.1,
+    ):
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+            raise ConfigurationError(
+                f"base_url must be http(s)://host:port without a user or password, got {parts._replace(netloc='...')!r}"
+                if parts.username or parts.password
+                else f"base_url must be http(s)://host:port, got {base_url!r}"
+            )
+        if api_key_variable is not None and not os.environ.get(api_key_variable):
+            raise ConfigurationError(f"the environment variable {api_key_variable} that should hold the key is not set")
+        self.base_url = base_url.rstrip("/")
+        self.load_adapter = load_adapter
+        self.api_key_variable = api_key_variable
+        self.timeout_seconds = timeout_seconds
+        self.exclusive = sleep
+        self.max_logprob_difference = max_logprob_difference
+        self._loaded: str | None = None
+
+    def acquire(self) -> None:
+        if self.exclusive:
+            self._call("POST", "/wake_up", None, 65536)
+
+    def release(self) -> None:
+        if self.exclusive:
+            self._call("POST", "/sleep?level=1", None, 65536)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "base_url": self.base_url, "load_adapter": self.load_adapter}
+
+    def sample(self, request: RolloutRequest) -> list[list[Completion]]:
+        if self.load_adapter:
+            self._load(request)
+        answer = [self._complete(request, i) for i in range(len(request.prompts))]
+        return checked(request, answer, self.name)
+
+    def _load(self, request: RolloutRequest) -> None:
+        adapter, before = request.adapter, self._loaded
+        adapter.verify()
+        if before == adapter.name:
+            return
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+        refused = None
+        try:
+            self._call("POST", "/v1/load_lora_adapter", body, 65536)
+        except SamplerError as error:
+            refused = error  # as when another trainer process had it loaded
+        listed = self._json("GET", "/v1/models", None, 2**20)
+        names = [entry.get("id") for entry in listed.get("data", []) if isinstance(entry, dict)]
+        if adapter.name not in names:
+            raise refused or SamplerError(
+                f"{self.base_url} does not list adapter {adapter.name} after loading it; it has {names}"
+            )
+        self._loaded = adapter.name if refused is None else None
+        if before is not None:
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": before}, 65536)
+
+    def _complete(self, request: RolloutRequest, i: int) -> list[Completion]:
+        ids = request.prompts[i]
+        body = {
+            "model": request.adapter.name,
+            "prompt": list(ids),
+            "n": request.n_completions,
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "seed": request.seed + i,
+            "logprobs": 0,
+            "stop_token_ids": list(request.stop_token_ids),
+            "return_token_ids": True,
+        }
+        # The prompt comes back in every choice.
+        bound = 65536 + request.n_completions * (_BYTES_PER_TOKEN * request.max_new_tokens + 16 * len(ids))
+        answer = self._json("POST", "/v1/completions", body, bound)
+        if answer.get("model") != request.adapter.name:
+            raise SamplerError(
+                f"{self.base_url} answered as model {answer.get('model')!r}, not as {request.adapter.name!r}"
+            )
+        choices = answer.get("choices")
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise SamplerError(f"{self.base_url} returned no list of choices to prompt {i}")
+        return [self._completion(choice, answer, ids, i) for choice in sorted(choices, key=lambda c: c.get("index", 0))]
+
+    def _completion(
+        self, choice: Mapping[str, Any], answer: Mapping[str, Any], ids: tuple[int, ...], i: int
+    ) -> Completion:
+        seen = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if not isinstance(seen, list) or not isinstance(tokens, list) or not isinstance(logprobs, list):
+            raise SamplerError(
+                f"{self.base_url} returned no token_ids, prompt_token_ids or token_logprobs to prompt {i}; text is not "
+                "tokenised again. vLLM returns them from 0.10.2 on"
+            )
+        if tuple(seen) != ids:
+            raise SamplerError(f"{self.base_url} answered another prompt than prompt {i}: its token ids differ")
+        return Completion(tuple(tokens), tuple(logprobs))
+
+    def _json(self, method: str, path: str, body: object, max_bytes: int) -> dict[str, Any]:
+        data = self._call(method, path, body, max_bytes)
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise SamplerError(f"{self.base_url}{path} did not return JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise SamplerError(f"{self.base_url}{path} returned a {type(found).__name__}, not an object")
+        return found
+
+    def _call(self, method: str, path: str, body: object, max_bytes: int) -> bytes:
+        """The answer's body. Bounded in size, and in time as a whole: a server that sends slowly ends too."""
+        import httpx2
+
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            with (
+                httpx2.Client(timeout=self.timeout_seconds, follow_redirects=False) as client,
+                client.stream(method, self.base_url + path, json=body, headers=self._headers()) as response,
+            ):
+                data = bytearray()
+                for piece in response.iter_bytes():
+                    data += piece
+                    if len(data) > max_bytes:
+                        raise SamplerError(f"{self.base_url}{path} sent more than {max_bytes} bytes")
+                    if time.monotonic() > deadline:
+                        raise SamplerError(f"{self.base_url}{path} was not done after {self.timeout_seconds:g} s")
+        except httpx2.HTTPError as error:
+            raise SamplerError(f"{method} {self.base_url}{path} failed: {type(error).__name__}: {error}") from error
+        if response.status_code != 200:
+            said = bytes(data[:500]).decode("utf-8", "replace")
+            raise SamplerError(f"{method} {self.base_url}{path} returned {response.status_code}: {said}")
+        return bytes(data)
+
+    def _headers(self) -> dict[str, str]:
+        if self.api_key_variable is None:
+            return {}
+        return {"Authorization": f"Bearer {os.environ.get(self.api_key_variable, '')}"}
