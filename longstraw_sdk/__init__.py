@@ -17,6 +17,7 @@ from .errors import (
     UseAfterReleaseError,
     WitnessError,
 )
+from .positions import PositionConfig, positions_identity, require_same_positions, vllm_arguments
 from .prefix import Prefix
 from .session import LongStrawSession
 from .types import FinalizeResult, ReplayOutput
@@ -32,6 +33,7 @@ __all__ = [
     "LongStrawError",
     "LongStrawSession",
     "NumericsError",
+    "PositionConfig",
     "Prefix",
     "RegistryError",
     "ReplayOutput",
@@ -43,5 +45,8 @@ __all__ = [
     "WitnessError",
     "__version__",
     "adapter_for",
+    "positions_identity",
     "register_adapter",
+    "require_same_positions",
+    "vllm_arguments",
 ]
