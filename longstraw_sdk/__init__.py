@@ -18,6 +18,7 @@ from .errors import (
     UseAfterReleaseError,
     WitnessError,
 )
+from .positions import PositionConfig, positions_identity, require_same_positions, vllm_arguments
 from .prefix import Prefix
 from .session import LongStrawSession
 from .types import FinalizeResult, ReplayOutput
@@ -33,6 +34,7 @@ __all__ = [
     "LongStrawError",
     "LongStrawSession",
     "NumericsError",
+    "PositionConfig",
     "Prefix",
     "RegistryError",
     "ReplayOutput",
@@ -45,5 +47,8 @@ __all__ = [
     "WitnessError",
     "__version__",
     "adapter_for",
+    "positions_identity",
     "register_adapter",
+    "require_same_positions",
+    "vllm_arguments",
 ]

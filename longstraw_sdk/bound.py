@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .adapter import ResidentStateAdapter
 from .errors import ConfigurationError, InputError, LifecycleError
 from .lora import base_model_of, model_device, walk
+from .positions import PositionConfig, positions_of, rotary_modules
 from .state import StateSpec
 from .types import CausalLM, is_shared, local
 
@@ -31,8 +32,15 @@ class BoundModel:
     specs: tuple[StateSpec, ...]
     device: torch.device
     vocab_size: int
-    max_positions: int | None
+    rotary: tuple[nn.Module, ...]
+    """The modules that make angles of positions."""
     undo: Callable[[], None]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model has, extended or not; None if it has no limit."""
+        limit: int | None = getattr(self.base.config, "max_position_embeddings", None)
+        return limit
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab] of `hidden` [n, H]. Looked up at each call: trainers replace the module."""
@@ -74,8 +82,8 @@ class BoundModel:
         if self.max_positions is not None and position + len(ids) > self.max_positions:
             raise InputError(
                 f"the {what} of {len(ids)} tokens ends at position {position + len(ids)}, beyond the model's "
-                f"max_position_embeddings={self.max_positions}; nothing is truncated: shorten it, or configure longer "
-                "positions (rope_parameters) for sampler and trainer alike"
+                f"max_position_embeddings={self.max_positions}; nothing is truncated: shorten it, or extend the "
+                "positions of sampler and trainer alike (PositionConfig)"
             )
         return ids.to(self.device)
 
@@ -91,8 +99,11 @@ class BoundModel:
                     )
 
 
-def bind_model(model: CausalLM, adapter: ResidentStateAdapter) -> BoundModel:
-    """Validate `model` (a causal LM, PEFT-wrapped or not) and bind it; one binding per model."""
+def bind_model(model: CausalLM, adapter: ResidentStateAdapter, positions: PositionConfig | None = None) -> BoundModel:
+    """Validate `model` (a causal LM, PEFT-wrapped or not) and bind it; one binding per model.
+
+    `positions`, if given, extend it until `unbind`; a model that is extended by just these stays so.
+    """
     base = base_model_of(model)
     if base in _BOUND:
         raise LifecycleError(
@@ -100,13 +111,14 @@ def bind_model(model: CausalLM, adapter: ResidentStateAdapter) -> BoundModel:
         )
     adapter.validate(base)
     specs = adapter.state_specs(base)
-    unbind_adapter = adapter.bind(base)
-    step_hook = register_optimizer_step_post_hook(_count_update)
+    with ExitStack() as undo:
+        if positions is not None and positions_of(base) != positions:
+            from .hf.positions import extend_positions
 
-    def undo() -> None:
-        step_hook.remove()
-        unbind_adapter()
-
+            undo.callback(extend_positions(base, positions).undo)
+        undo.callback(adapter.bind(base))
+        undo.callback(register_optimizer_step_post_hook(_count_update).remove)
+        unbind = undo.pop_all().close
     _BOUND[base] = type(adapter).__name__
     return BoundModel(
         base=base,
@@ -114,8 +126,8 @@ def bind_model(model: CausalLM, adapter: ResidentStateAdapter) -> BoundModel:
         specs=specs,
         device=model_device(base),
         vocab_size=base.get_input_embeddings().num_embeddings,
-        max_positions=getattr(base.config, "max_position_embeddings", None),
-        undo=undo,
+        rotary=rotary_modules(base),
+        undo=unbind,
     )
 
 

@@ -1,4 +1,5 @@
-"""What the environment asks for: variables that each have a few values, the first of which is the default."""
+"""What the environment asks for: variables that each have a few values, the first of which is the default, and one that
+holds an object."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ KERNELS = "LONGSTRAW_KERNELS"
 DECODE = "LONGSTRAW_DECODE"
 """Whether sampling replays a CUDA graph where it can."""
 
+POSITIONS = "LONGSTRAW_POSITIONS"
+"""A `PositionConfig` as JSON, which extends the model's positions; unset leaves them alone."""
+
 ALLOWED = {ATTENTION: ("auto", "reference", "cudnn"), KERNELS: ("auto", "off"), DECODE: ("eager", "graph")}
 
 _WITHOUT_KERNELS: ContextVar[bool] = ContextVar("longstraw_without_kernels", default=False)
@@ -31,13 +35,18 @@ def asked(variable: str) -> str:
     return value
 
 
-def asked_for() -> tuple[str, ...]:
+def positions_text() -> str | None:
+    """The value of `POSITIONS`, or None where it is not set."""
+    return os.environ.get(POSITIONS)
+
+
+def asked_for() -> tuple[str | None, ...]:
     """The values of all variables, unchecked: ranks must agree on them before one of them raises."""
-    return tuple(os.environ.get(variable, values[0]) for variable, values in ALLOWED.items())
+    return (*(os.environ.get(variable, values[0]) for variable, values in ALLOWED.items()), positions_text())
 
 
 def check() -> None:
-    """Raise `ConfigurationError` if any variable has a value that is not allowed."""
+    """Raise `ConfigurationError` if any variable of a few values has another; `asked_positions` checks `POSITIONS`."""
     for variable in ALLOWED:
         asked(variable)
 

@@ -34,7 +34,7 @@ class LifecycleError(LongStrawError, RuntimeError):
 
 
 class StaleStateError(LifecycleError):
-    """The weights (or the active LoRA adapter) changed since the prompt was captured."""
+    """The weights, the active LoRA adapter or the positions changed since the prompt was captured."""
 
 
 class UseAfterReleaseError(LifecycleError):

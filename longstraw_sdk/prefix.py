@@ -23,6 +23,7 @@ from .errors import (
     WitnessError,
 )
 from .lora import adapter_state, adapters_disabled, weights_fingerprint
+from .positions import angles_key, positions_of
 from .replay import pack_rows, replay_rows
 from .sampling import agree_on_random_state, check_generation, generate_rows, seeded
 from .state import ContextGroup, PagePool, Placement, Witness, in_step
@@ -121,8 +122,12 @@ class Prefix:
 
     @property
     def stale(self) -> bool:
-        """Whether the weights that the capture depends on have changed since."""
-        return self._weights_key != self._core.weights_key()
+        """Whether the weights or the positions that the capture depends on have changed since."""
+        return self._moved or self._weights_key != self._core.weights_key()
+
+    @property
+    def _moved(self) -> bool:
+        return self._angles_key != angles_key(self._core.bound.rotary)
 
     @property
     def needs_sweep(self) -> bool:
@@ -302,6 +307,8 @@ class Prefix:
             )
         core.stats.captured_tokens += len(self.prompt_ids) - 1
         self._weights_key = core.weights_key()
+        self._positions = positions_of(core.bound.base)
+        self._angles_key = angles_key(core.bound.rotary)
         self._witness = Witness.of(self._state, with_digest=core.verify_content)
         core.update_is_open = True
 
@@ -311,6 +318,7 @@ class Prefix:
                 f"this prefix of {self.n_tokens} tokens was released; capture the prompt again, and keep sampling, "
                 "scoring, replay and backward inside its `with` block"
             )
+        self._check_positions()
         if self.stale:
             raise StaleStateError(
                 "the weights changed since this prompt was captured, so its state no longer belongs to them; call "
@@ -323,6 +331,17 @@ class Prefix:
                 "are active now; capture once per adapter"
             )
         self._witness.verify(self._state)
+
+    def _check_positions(self) -> None:
+        if self._moved:
+            then, now = (
+                "the model's own" if positions is None else positions.to_json()
+                for positions in (self._positions, positions_of(self._core.bound.base))
+            )
+            raise StaleStateError(
+                f"this prompt was captured at positions {then}, but now they are {now}, or their frequencies were "
+                "written to; extend positions before the capture and keep them until its last use, or capture again"
+            )
 
     def _check_trainable(self) -> None:
         core = self._core
@@ -375,4 +394,5 @@ class Prefix:
             raise UseAfterReleaseError(
                 "backward ran after its prefix was released; call it inside the prefix's `with` block"
             )
+        self._check_positions()  # a checkpointed layer runs again now
         self._witness.verify(self._state)

@@ -19,6 +19,7 @@ from .backends import ShardingBackend, make_backend
 from .bound import BoundModel, bind_model
 from .errors import ConfigurationError, LifecycleError, require_at_least
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
+from .positions import PositionConfig, asked_positions, positions_identity, positions_of
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
 from .state import CudaLink, PagePool, Placement, check_same_weights, cuda_room, in_step, min_forward_tokens
@@ -55,6 +56,9 @@ class LongStrawSession:
             layer at a time while the layer before computes. "auto" is the model's device, but on a GPU a prompt whose
             pages and gradients leave less free than chunks and packs need keeps as many layers in host memory as it
             takes.
+        positions: extends the model's positions by YaRN until the session closes; see `PositionConfig`. None takes what
+            the environment variable LONGSTRAW_POSITIONS says, and leaves the model as it is where that is not set.
+            Sampling from a prefix runs the same modules; for another sampler see `vllm_arguments`.
         verify_content: let the witness hash the pages' content too, which finds writes through raw pointers.
         probe: run the start-up probe on a few tokens; `poison` fills free pages with NaN. Both are for trust, not
             for results.
@@ -80,6 +84,7 @@ class LongStrawSession:
         replay_tokens: int | None = None,
         temperature: float = 1.0,
         state_device: StateDevice = "auto",
+        positions: PositionConfig | None = None,
         verify_content: bool = False,
         probe: bool = True,
         poison: bool = False,
@@ -116,12 +121,13 @@ class LongStrawSession:
             page_tokens,
             replay_tokens,
             temperature,
+            positions,
             *environment.asked_for(),
         )
         try:
             with in_step(self.backend.world, "session options", *options):
                 environment.check()
-                bound = bind_model(model, self.adapter)
+                bound = bind_model(model, self.adapter, asked_positions(positions))
                 if context is not None:
                     context.check_device(bound.device)
                 require_at_least("chunk_tokens", chunk_tokens, min_forward_tokens(bound.specs))
@@ -198,6 +204,11 @@ class LongStrawSession:
     @property
     def bound(self) -> BoundModel:
         return self._core.bound
+
+    @property
+    def positions_identity(self) -> str:
+        """What `require_same_positions` compares with a sampler's."""
+        return positions_identity(self._core.bound.base.config)
 
     def capture(self, prompt_ids: torch.Tensor) -> Prefix:
         """Capture one prompt, LongTensor [P] with P >= 1, and return its `Prefix`."""
@@ -300,6 +311,9 @@ class LongStrawSession:
             core.chunk_tokens,
             core.pool.page_tokens,
         )
+        extension = positions_of(core.bound.base)
+        if extension is not None:
+            logger.info("positions are extended to %d by %s", extension.max_positions, extension.to_json())
         for row in self.coverage().missing:
             logger.warning(
                 "LoRA is missing on %s in %d of %d %s layers",

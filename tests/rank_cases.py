@@ -12,9 +12,10 @@ from accelerate import PartialState
 from torch import distributed as dist
 from transformers import GenerationConfig
 
-from longstraw_sdk import LongStrawSession
+from longstraw_sdk import LongStrawSession, PositionConfig
 from longstraw_sdk.backends import AccelerateBackend, accelerate
 from longstraw_sdk.bound import BoundModel
+from longstraw_sdk.environment import POSITIONS
 from longstraw_sdk.evidence.float64 import float64_upcasts
 from longstraw_sdk.evidence.parity import _cast, _compare, check_parity, conventional_run, replay_run
 from longstraw_sdk.evidence.tiny import tiny_model
@@ -644,6 +645,7 @@ def other_run(what):
     odd = rank() == dist_size() - 1
     model = small_model("llama", torch.float32)
     options = {}
+    positions = PositionConfig(factor=2 + odd, original_max_positions=512)
     if what == "a weight":
         weight = model.get_output_embeddings().weight.data
         weight[5, 3] = torch.nextafter(weight[5, 3], torch.tensor(1.0)) if odd else weight[5, 3]
@@ -657,8 +659,13 @@ def other_run(what):
             "prefix_adapter": {"prefix_adapter": "frozen" if odd else "live"},
             "chunk_tokens": {"chunk_tokens": 16 + odd},
             "temperature": {"temperature": 1.0 + odd},
+            "positions": {"positions": positions},
+            "positions of the environment": {},
         }[what]
-    error = said(lambda: open_session(model, backend=hasty_backend(1), probe=False, **options).close())
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "positions of the environment":
+            patch.setenv(POSITIONS, positions.to_json())
+        error = said(lambda: open_session(model, backend=hasty_backend(1), probe=False, **options).close())
     if what not in ("a weight", "the dtype"):
         open_session(model).close()  # a refused model stays free
     return error

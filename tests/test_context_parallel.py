@@ -563,6 +563,8 @@ def test_what_one_rank_refuses_all_refuse(two_ranks, what, own, others):
         ("prefix_adapter", "InputError: the 2 ranks of a run were given different session options"),
         ("chunk_tokens", "InputError: the 2 ranks of a run were given different session options"),
         ("temperature", "InputError: the 2 ranks of a run were given different session options"),
+        ("positions", "InputError: the 2 ranks of a run were given different session options"),
+        ("positions of the environment", "InputError: the 2 ranks of a run were given different session options"),
         ("an option that cannot work", "InputError: the 2 ranks of a run were given different session options"),
     ],
 )

@@ -20,6 +20,7 @@ FLOOR = {
     "ops": 2,
     "lora": 3,
     "adapter": 4,
+    "positions": 4,
     "hf": 5,
     "backends": 6,
     "bound": 6,

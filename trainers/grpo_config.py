@@ -30,6 +30,9 @@ class LongStrawGRPOConfig(GRPOConfig):
             its part of them.
         sharding: "local" (one process), "accelerate" or "megatron" (several), or "auto", which picks by what is
             launched.
+
+    Positions beyond the model's own are no field: the environment variable LONGSTRAW_POSITIONS holds a `PositionConfig`
+    as JSON, so that a launcher can give trainer and sampler the same text. Unset, the model stays as it is.
     """
 
     gradient_scope: GradientScope = field(

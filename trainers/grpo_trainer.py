@@ -78,6 +78,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     Everything else is TRL's `GRPOTrainer`; `args` is a `LongStrawGRPOConfig`. The reference for beta > 0 (LoRA off, or
     TRL's "ref" adapter) is captured once per prompt and generation batch and dropped after its scoring, since prompts
     rarely come back before memory is needed; under prefix_adapter="frozen" it shares the policy's capture.
+
+    The environment variable LONGSTRAW_POSITIONS extends the model's positions (`PositionConfig.from_json`), in sampling
+    and training alike, as long as `trainer.longstraw` is open.
     """
 
     _tag_names: ClassVar = ["trl", "grpo", "longstraw"]

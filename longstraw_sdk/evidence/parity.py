@@ -18,6 +18,7 @@ import torch
 
 from ..adapter import ResidentStateAdapter
 from ..errors import ConfigurationError
+from ..hf.positions import extend_as_asked
 from ..lora import adapters_disabled, base_model_of, is_lora_parameter, lora_layers
 from ..session import LongStrawSession
 from ..types import CausalLM, GradientScope, PrefixAdapter
@@ -241,8 +242,12 @@ def _continued_logits(model: CausalLM, mode: str, prompt: torch.Tensor, row: tor
 
 
 def _cast(model: CausalLM, dtype: str) -> CausalLM:
-    """A copy with weights in `dtype`; under bfloat16 LoRA stays in float32, as PEFT keeps it."""
+    """A copy with weights in `dtype`; under bfloat16 LoRA stays in float32, as PEFT keeps it.
+
+    Positions are as the environment asks: it would extend those of a session, and so must those of the reference be.
+    """
     clone = copy.deepcopy(model)
+    extend_as_asked(clone)
     if dtype != "bfloat16":
         return clone.to(DTYPES[dtype])
     for name, tensor in [*clone.named_parameters(), *clone.named_buffers()]:

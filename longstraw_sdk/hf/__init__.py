@@ -1,5 +1,6 @@
 """The adapter base for transformers decoders: public extension points only, no patched modelling code."""
 
 from .adapter import TransformersAdapter
+from .positions import ExtendedPositions, extend_positions
 
-__all__ = ["TransformersAdapter"]
+__all__ = ["ExtendedPositions", "TransformersAdapter", "extend_positions"]
