@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from ..errors import LongStrawError
+from .audit import audit
 from .bench import bench
 from .demo import demo
 from .parity import parity
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(parity)
+app.command()(audit)
 
 
 @app.callback(invoke_without_command=True)
