@@ -27,17 +27,17 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def dapo_math_reward(completions: list[Completion], answer: list[str], **kwargs: Any) -> list[float]:
     r"""+1.0 where the completion's final answer is the right one by math-verify, otherwise -1.0.
 
-    The final answer is the last `\boxed{...}` or `Answer: ...` line, whichever comes later. A completion without one, or
-    with one that cannot be read, gets -1.0; a right answer that cannot be read raises, because every reward of its group
-    would be wrong.
+    The final answer is the last `\boxed{...}` or `Answer: ...` line, whichever comes later. A completion without one,
+    or with one that cannot be read, gets -1.0; a right answer that cannot be read raises, because every reward of its
+    group would be wrong.
     """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         fault = answer_fault(right) if isinstance(right, str) else "it is not text"
         if fault is not None:
             raise InputError(
-                f"the right answer {right!r} cannot be compared: {fault}; audit the data set (`longstraw audit`) and train "
-                "on the cleaned copy"
+                f"the right answer {right!r} cannot be compared: {fault}; audit the data set (`longstraw audit`) and "
+                "train on the cleaned copy"
             )
         given = final_answer(_text(completion))
         rewards.append(1.0 if given is not None and answers_agree(right, given) else -1.0)

@@ -100,8 +100,8 @@ def audit_rows(
 ) -> AuditReport:
     """Audit rows of `load_math_rows`, or raw rows in any layout that it reads.
 
-    Lengths are those of the ids that TRL makes of the prompt, chat template included. Rows whose prompt or answer cannot
-    be used take no part in the search for duplicates.
+    Lengths are those of the ids that TRL makes of the prompt, chat template included. Rows whose prompt or answer
+    cannot be used take no part in the search for duplicates.
     """
     if max_prompt_tokens is not None:
         require_at_least("max_prompt_tokens", max_prompt_tokens, 1)
@@ -167,13 +167,8 @@ class _Audit:
             if not isinstance(prompt, str) and self._tokenizer is not None:
                 require_chat_template(self._tokenizer)
         if not isinstance(prompt, self._prompt_type):
-            names = {str: "text", list: "a list of messages"}
-            self._reject(
-                row,
-                "schema",
-                f"prompt is {names[type(prompt)]}, that of row {self._first_prompt} {names[self._prompt_type]}; a data set "
-                "holds one kind",
-            )
+            first = "text" if self._prompt_type is str else "a list of messages"
+            self._reject(row, "schema", f"prompt is of another kind than that of row {self._first_prompt}, {first}")
 
     def _judge_answer(self, row: int, answer: str) -> None:
         if not answer.strip():

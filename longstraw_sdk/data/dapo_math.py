@@ -1,9 +1,9 @@
 """Rows of mathematics problems in the layout of DAPO-Math-17k and its variants, read as they are.
 
 A row of the published set is `{"data_source", "prompt": [{"role", "content"}], "ability", "reward_model":
-{"ground_truth", "style"}, "extra_info": {"index"}}`, and the set repeats each of its 17 thousand problems about a hundred
-times. Variants have `prompt` as text and the answer in `answer` or `solution`. Rows that fit neither stay in the sequence
-and say what is wrong with them; `audit_rows` counts them.
+{"ground_truth", "style"}, "extra_info": {"index"}}`, and the set repeats each of its 17 thousand problems about a
+hundred times. Variants have `prompt` as text and the answer in `answer` or `solution`. Rows that fit neither stay in the
+sequence and say what is wrong with them; `audit_rows` counts them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class MathRow:
-    """One problem. `row` is its index in the source; a None or non-empty `faults` says that the row has another layout."""
+    """One problem. `row` is its index in the source; `faults` say what in the row's layout is not known."""
 
     row: int
     prompt: Prompt | None
@@ -36,7 +36,7 @@ class MathRow:
 
 
 class MathRows(Sequence[MathRow]):
-    """The rows of `raw` (mappings, `BadLine`s, or a `datasets.Dataset`), each brought to a `MathRow` when it is read."""
+    """The rows of `raw` (mappings, `BadLine`s, or a `datasets.Dataset`), each made a `MathRow` when it is read."""
 
     def __init__(self, raw: Sequence[Any]) -> None:
         self._raw = raw
@@ -68,8 +68,8 @@ def load_math_rows(source: str | Path, split: str = "train") -> MathRows:
         return MathRows(_file(path))
     if not _HUB_ID.fullmatch(str(source)) or path.suffix.lower() in _READERS:
         raise InputError(
-            f"{str(source)!r} does not exist; give a {', '.join(_READERS)} file, a folder of datasets.save_to_disk, or a "
-            "hub data set as owner/name"
+            f"{str(source)!r} does not exist; give a {', '.join(_READERS)} file, a folder of datasets.save_to_disk, or "
+            "a hub data set as owner/name"
         )
     import datasets
 
@@ -77,7 +77,7 @@ def load_math_rows(source: str | Path, split: str = "train") -> MathRows:
         return MathRows(_one_split(datasets.load_dataset(str(source)), split, str(source)))
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{str(source)!r} is neither a path here nor a data set that the hub serves ({type(error).__name__}: {error})"
+            f"{str(source)!r} does not exist here, and the hub serves no such data set ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -146,8 +146,8 @@ def _row(
         prompt, n_tokens = fit_prompt(build, corpus.tokenizer, prompt_tokens, draw_target(prompt_tokens, rng))
     except InputError as error:
         raise InputError(
-            f"the question about {question.document!r} ({among.document.n_tokens} tokens; all documents with headings have "
-            f"{available}) cannot be asked in {least} to {most} tokens: {error}"
+            f"the question about {question.document!r} ({among.document.n_tokens} tokens; all documents with headings "
+            f"have {available}) cannot be asked in {least} to {most} tokens: {error}"
         ) from error
     return {
         "prompt": prompt,

@@ -74,8 +74,8 @@ def read_corpus(
     Args:
         suffixes: take files that end so, such as `(".txt", ".md")`. None takes every file, and a file that is not UTF-8
             text raises, whichever way it was taken.
-        split: "train" or "held_out" for the documents whose relative path falls into that part by its hash (80 to 20), so
-            that two splits share no document, on any machine, whatever is added later. None takes all.
+        split: "train" or "held_out" for the documents whose relative path falls into that part by its hash (80 to 20),
+            so that the two share no document, on any machine, whatever is added later. None takes all.
     """
     if split is not None and split not in get_args(Split):
         raise ConfigurationError(f"split={split!r}; allowed: {', '.join(get_args(Split))} or None")

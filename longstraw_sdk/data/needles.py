@@ -21,8 +21,21 @@ QUESTION = (
     "Which numbers belong to these names: {keys}? Answer with the numbers only, separated by commas.\n"
 )
 MAX_DRAWS = 20
-_FIRST = "amber brisk coral dusky eager fleet gentle hollow ivory jolly keen lively mellow noble olive proud".split()
-_SECOND = "anchor beacon cedar dagger ember falcon garnet harbor island jasper kettle lantern marble nectar".split()
+_FIRST = (
+    "amber",
+    "brisk",
+    "coral",
+    "dusky",
+    "eager",
+    "gentle",
+    "hollow",
+    "ivory",
+    "jolly",
+    "lively",
+    "mellow",
+    "noble",
+)
+_SECOND = ("anchor", "beacon", "cedar", "dagger", "ember", "falcon", "garnet", "harbor", "island", "kettle", "lantern")
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,8 @@ def needle_dataset(
     uniform place on; none of its tokens occurs twice.
 
     Args:
-        prompt_tokens: least and most tokens of a whole prompt, counted on the ids that TRL makes of it. Lengths are drawn
-            uniformly between them.
+        prompt_tokens: least and most tokens of a whole prompt, counted on the ids that TRL makes of it. Lengths are
+            drawn uniformly between them.
         conversational: prompts are one user message, and the chat template counts.
     """
     require_bounds(prompt_tokens)
@@ -117,8 +130,8 @@ class _Draw:
                 n_tokens = n_left - taken
         if n_tokens > self.n_separator:
             raise InputError(
-                f"{self.corpus.folder} (split {self.corpus.split}) has {self.corpus.n_tokens} tokens, {n_tokens} too few "
-                "for one prompt; add documents or lower prompt_tokens"
+                f"{self.corpus.folder} (split {self.corpus.split}) has {self.corpus.n_tokens} tokens, {n_tokens} too "
+                "few for one prompt; add documents or lower prompt_tokens"
             )
         return pieces
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError, InputError
@@ -24,7 +23,8 @@ def load_tokenizer(path_or_id: str) -> Any:
         return AutoTokenizer.from_pretrained(path_or_id)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"no tokenizer could be loaded from {path_or_id!r} ({str(error).splitlines()[0]}); give a model folder or a hub id"
+            f"no tokenizer could be loaded from {path_or_id!r} ({str(error).splitlines()[0]}); give a model folder or a "
+            "hub id"
         ) from error
 
 
@@ -76,7 +76,7 @@ def fit_prompt(
 ) -> tuple[Prompt, int]:
     """A prompt within `prompt_tokens` and its length: `build` with as many filler tokens as bring it to `target`.
 
-    The whole prompt is tokenised once when joints of text cost what they cost alone; every miss by that costs once more.
+    The whole prompt is tokenised once where joints of text cost what they cost alone; every miss costs once more.
     """
     least, most = prompt_tokens
     n_fixed = len(prompt_ids(build(0), tokenizer))
