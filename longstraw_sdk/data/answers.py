@@ -50,6 +50,7 @@ def tidy(answer: str) -> str:
     return answer.strip().strip("*_").rstrip(".").strip("$ \t\r\n").rstrip(".")
 
 
+@lru_cache(maxsize=2**14)
 def answer_fault(answer: str) -> str | None:
     """Why `answer` cannot serve as the right answer of a row, or None."""
     answer = tidy(answer)

@@ -20,9 +20,9 @@ FAULT_KINDS = {
     "empty_prompt": "the prompt is empty",
     "empty_answer": "the answer is empty",
     "unparsable_answer": "the answer cannot be compared",
+    "too_long": "the prompt has too many tokens",
     "duplicate": "an earlier row has the same prompt and answer",
     "conflicting_answers": "the same prompt has different answers",
-    "too_long": "the prompt has too many tokens",
 }
 """Every reason to reject a row. Only the first of duplicates is kept, and none of a prompt with conflicting answers."""
 
@@ -46,7 +46,7 @@ class AuditReport:
         n_rows: rows that were audited.
         kept: indices of the rows without a fault, ascending.
         faults: kind of fault -> what exactly -> indices of the rows, ascending. A row may be listed under several.
-        prompt_tokens: lengths of all prompts that could be read; None without a tokenizer.
+        prompt_tokens: lengths of all prompts that could be read, of rejected rows too; None without a tokenizer.
         max_prompt_tokens: the limit that was applied, if any.
     """
 
@@ -100,8 +100,8 @@ def audit_rows(
 ) -> AuditReport:
     """Audit rows of `load_math_rows`, or raw rows in any layout that it reads.
 
-    Lengths are those of the ids that TRL makes of the prompt, chat template included. Rows whose prompt or answer
-    cannot be used take no part in the search for duplicates.
+    Lengths are those of the ids that TRL makes of the prompt, chat template included. Rows with a fault of their own
+    take no part in the search for duplicates.
     """
     if max_prompt_tokens is not None:
         require_at_least("max_prompt_tokens", max_prompt_tokens, 1)
@@ -123,8 +123,7 @@ class _Audit:
         self._rows_of: defaultdict[bytes, dict[str, list[int]]] = defaultdict(dict)  # by prompt, then by answer
         self._length_of: dict[bytes, int | str] = {}
         self._lengths: list[int] = []
-        self._prompt_type: type | None = None
-        self._first_prompt = 0
+        self._rows_of_kind: defaultdict[str, list[int]] = defaultdict(list)
 
     def add(self, row: MathRow) -> None:
         """Judge `row` by itself and remember what the search for duplicates needs."""
@@ -137,14 +136,15 @@ class _Audit:
             self._judge_answer(row.row, row.answer)
         if len(self._rejected) == n_rejected and row.prompt is not None and row.answer is not None:
             answers = self._rows_of[_key(row.prompt)]
-            same = next((known for known in answers if answers_agree(known, row.answer)), row.answer)
+            same = next((known for known in answers if _same(known, row.answer)), row.answer)
             answers.setdefault(same, []).append(row.row)
-        if row.prompt is not None and self._tokenizer is not None:
-            self._measure(row.row, row.prompt)
 
     def report(self, n_rows: int) -> AuditReport:
         for answers in self._rows_of.values():
             self._judge_repeated(answers)
+        for kind, rows in sorted(self._rows_of_kind.items(), key=lambda item: -len(item[1]))[1:]:
+            for row in rows:
+                self._reject(row, "schema", f"prompt is {kind}, unlike most; TRL takes one kind in a data set")
         kept = tuple(row for row in range(n_rows) if row not in self._rejected)
         faults = {
             kind: {detail: tuple(rows) for detail, rows in found.items()}
@@ -162,13 +162,9 @@ class _Audit:
         if not text.strip():
             self._reject(row, "empty_prompt", "no text in it")
             return
-        if self._prompt_type is None:
-            self._prompt_type, self._first_prompt = type(prompt), row
-            if not isinstance(prompt, str) and self._tokenizer is not None:
-                require_chat_template(self._tokenizer)
-        if not isinstance(prompt, self._prompt_type):
-            first = "text" if self._prompt_type is str else "a list of messages"
-            self._reject(row, "schema", f"prompt is of another kind than that of row {self._first_prompt}, {first}")
+        self._rows_of_kind["text" if isinstance(prompt, str) else "a list of messages"].append(row)
+        if self._tokenizer is not None:
+            self._measure(row, prompt)
 
     def _judge_answer(self, row: int, answer: str) -> None:
         if not answer.strip():
@@ -189,7 +185,7 @@ class _Audit:
             self._reject(row, "duplicate", f"same prompt and answer as row {rows[0]}")
 
     def _measure(self, row: int, prompt: Prompt) -> None:
-        key = _key(prompt)
+        key = _digest(repr(prompt))
         if key not in self._length_of:
             self._length_of[key] = _length(prompt, self._tokenizer)
         length = self._length_of[key]
@@ -205,12 +201,22 @@ def _key(prompt: Prompt) -> bytes:
     """Equal for prompts that differ in white space and Unicode composition only."""
     parts = [prompt] if isinstance(prompt, str) else [f"{m['role']}\x1f{m['content']}" for m in prompt]
     text = "\x1e".join(" ".join(unicodedata.normalize("NFC", part).split()) for part in parts)
+    return _digest(text)
+
+
+def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _same(one: str, other: str) -> bool:
+    return answers_agree(one, other) or answers_agree(other, one)
 
 
 def _length(prompt: Prompt, tokenizer: Any) -> int | str:
     from jinja2 import TemplateError
 
+    if not isinstance(prompt, str):
+        require_chat_template(tokenizer)
     try:
         return len(prompt_ids(prompt, tokenizer))
     except TemplateError as error:

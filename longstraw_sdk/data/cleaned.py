@@ -31,9 +31,7 @@ def cleaned_files(output: str | Path) -> CleanedFiles:
     """The three paths of a cleaned copy; `output` ends in .parquet or .jsonl."""
     path = Path(output).expanduser()
     if path.suffix.lower() not in (".parquet", ".jsonl"):
-        raise ConfigurationError(
-            f"the cleaned copy {str(output)!r} has the suffix {path.suffix!r}; allowed: .parquet, .jsonl"
-        )
+        raise ConfigurationError(f"the cleaned copy {str(output)!r} must end in .parquet or .jsonl")
     return CleanedFiles(path, path.with_suffix(".rejected.jsonl"), path.with_suffix(".report.json"))
 
 

@@ -2,8 +2,8 @@
 
 A row of the published set is `{"data_source", "prompt": [{"role", "content"}], "ability", "reward_model":
 {"ground_truth", "style"}, "extra_info": {"index"}}`, and the set repeats each of its 17 thousand problems about a
-hundred times. Variants have `prompt` as text and the answer in `answer` or `solution`. Rows that fit neither stay in the
-sequence and say what is wrong with them; `audit_rows` counts them.
+hundred times. Variants have `prompt` as text and the answer in `answer` or `solution`. Rows that fit neither stay in
+the sequence and say what is wrong with them; `audit_rows` counts them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_math_rows(source: str | Path, split: str = "train") -> MathRows:
         return MathRows(_one_split(datasets.load_dataset(str(source)), split, str(source)))
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{str(source)!r} does not exist here, and the hub serves no such data set ({type(error).__name__}: {error})"
+            f"{str(source)!r} does not exist here, nor does the hub serve it ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -103,13 +103,7 @@ def _one_split(found: Any, split: str, source: str) -> Any:
 
 def _file(path: Path) -> Sequence[Any]:
     if path.suffix.lower() == ".parquet":
-        import datasets
-
-        try:
-            table: Sequence[Any] = datasets.load_dataset("parquet", data_files=str(path), split="train")
-        except Exception as error:  # the parquet reader's own, pyarrow's, or the file system's
-            raise InputError(f"{path} cannot be read as parquet ({type(error).__name__}: {error})") from error
-        return table
+        return _parquet(path)
     if path.suffix.lower() == ".jsonl":
         return [value for _, value in read_jsonl(path)]
     if path.suffix.lower() == ".json":
@@ -121,6 +115,18 @@ def _file(path: Path) -> Sequence[Any]:
             raise InputError(f"{path} holds {_kind(rows)}; a .json file must hold a list of rows")
         return rows
     raise InputError(f"{path} has the suffix {path.suffix!r}; allowed: {', '.join(_READERS)}")
+
+
+def _parquet(path: Path) -> Sequence[Any]:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table: Sequence[Any] = datasets.Dataset(pq.read_table(path))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read as parquet ({type(error).__name__}: {error})") from error
+    return table
 
 
 def math_row(raw: Any, row: int) -> MathRow:
@@ -180,7 +186,7 @@ def _answer(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if not found:
         return (
             None,
-            f"no answer in reward_model.ground_truth, answer or solution; the row has {', '.join(map(str, raw))}",
+            f"no reward_model.ground_truth, answer or solution; the row has {', '.join(map(str, raw))}",
         )
     texts: dict[str, str] = {}
     for field, value in found.items():
@@ -191,11 +197,9 @@ def _answer(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
             return None, f"{field} has half of a surrogate pair"
         if value is not None:
             texts[field] = text
-    if len({texts[field] for field in texts if field != "solution"}) > 1:  # a solution may be worked out at length
-        return (
-            None,
-            f"reward_model.ground_truth is {texts['reward_model.ground_truth']!r} but answer {texts['answer']!r}",
-        )
+    stated = {texts[field] for field in texts if field != "solution"}  # a solution may be worked out at length
+    if len(stated) > 1:
+        return None, f"reward_model.ground_truth and answer differ: {sorted(stated)}"
     return next(iter(texts.values()), ""), None
 
 

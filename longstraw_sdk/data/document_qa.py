@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from .documents import Corpus, Document, document_paths, n_text_tokens
 from .jsonl import BadLine, read_jsonl
-from .tokens import Prompt, as_prompt, draw_target, fit_prompt, require_bounds, require_chat_template
+from .tokens import MARGIN_TOKENS, Prompt, as_prompt, draw_target, fit_prompt, require_bounds, require_chat_template
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -123,6 +123,9 @@ class _Among:
                 break
             shown.append(HEADING.format(name=other.name) + other.between(0, max(0, n_tokens)) + END)
             n_filler -= n_tokens + self.costs[other.name]
+        else:
+            if n_filler > MARGIN_TOKENS:
+                raise InputError(f"{n_filler} tokens are too few in all documents; add some or lower prompt_tokens")
         whole = HEADING.format(name=self.document.name) + self.document.text + END
         shown.insert(int(self.place * (len(shown) + 1)), whole)
         return "".join(shown)

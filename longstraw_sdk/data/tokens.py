@@ -23,8 +23,8 @@ def load_tokenizer(path_or_id: str) -> Any:
         return AutoTokenizer.from_pretrained(path_or_id)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"no tokenizer could be loaded from {path_or_id!r} ({str(error).splitlines()[0]}); give a model folder or a "
-            "hub id"
+            f"no tokenizer could be loaded from {path_or_id!r} ({str(error).splitlines()[0]}); give a model folder or "
+            "a hub id"
         ) from error
 
 
