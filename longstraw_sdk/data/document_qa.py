@@ -142,16 +142,19 @@ def _row(
     least, most = prompt_tokens
     available = sum(document.n_tokens + among.costs[document.name] for document in corpus.documents)
 
-    def build(n_filler: int) -> Prompt:
+    def build(n_filler: int, _: int) -> Prompt:
         return as_prompt(among.text(n_filler) + QUESTION.format(question=question.question), conversational)
 
     try:
-        prompt, n_tokens = fit_prompt(build, corpus.tokenizer, prompt_tokens, draw_target(prompt_tokens, rng))
+        fit = fit_prompt(build, corpus.tokenizer, prompt_tokens, draw_target(prompt_tokens, rng))
+        if fit is None:
+            raise InputError("no cut of the last document gives such a length; widen prompt_tokens")
     except InputError as error:
         raise InputError(
             f"the question about {question.document!r} ({among.document.n_tokens} tokens; all documents with headings "
             f"have {available}) cannot be asked in {least} to {most} tokens: {error}"
         ) from error
+    prompt, n_tokens = fit
     return {
         "prompt": prompt,
         "answer": list(question.answers),

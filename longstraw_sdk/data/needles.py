@@ -113,10 +113,11 @@ class _Draw:
     n_separator: int
     conversational: bool
 
-    def prompt(self, n_filler: int) -> Prompt:
-        """The prompt with an excerpt that costs `n_filler` tokens, separators included."""
+    def prompt(self, n_filler: int, n_first: int) -> Prompt:
+        """The prompt with an excerpt that costs `n_filler` tokens, needles placed as in one that costs `n_first`."""
+        n_places = sum(piece.n_tokens for piece in self._excerpt(n_first))
         question = QUESTION.format(keys=", ".join(needle.key for needle in self.asked))
-        return as_prompt(with_needles(self._excerpt(n_filler), self.needles) + question, self.conversational)
+        return as_prompt(with_needles(self._excerpt(n_filler), self.needles, n_places) + question, self.conversational)
 
     def _excerpt(self, n_tokens: int) -> list[Piece]:
         pieces: list[Piece] = []
@@ -152,11 +153,14 @@ def _draw(corpus: Corpus, task: NeedleTask, rng: random.Random, n_separator: int
 def _row(
     corpus: Corpus, draw: Callable[[], _Draw], prompt_tokens: tuple[int, int], rng: random.Random
 ) -> dict[str, Any]:
-    """One row. All is drawn anew when the excerpt happens to hold one of the names or numbers."""
+    """One row. All is drawn anew when the excerpt holds one of the names or numbers, or no cut of it fits."""
     for _ in range(MAX_DRAWS):
         target = draw_target(prompt_tokens, rng)
         drawn = draw()
-        prompt, n_tokens = fit_prompt(drawn.prompt, corpus.tokenizer, prompt_tokens, target)
+        fit = fit_prompt(drawn.prompt, corpus.tokenizer, prompt_tokens, target)
+        if fit is None:
+            continue
+        prompt, n_tokens = fit
         haystack = text_of(prompt).rpartition(QUESTION.partition("{")[0])[0]
         if all(haystack.count(needle.key) == haystack.count(needle.value) == 1 for needle in drawn.needles):
             return {
@@ -166,7 +170,10 @@ def _row(
                 "places": [needle.place for needle in drawn.asked],
                 "n_prompt_tokens": n_tokens,
             }
-    raise InputError(f"{MAX_DRAWS} draws all met one of their names or numbers in {corpus.folder}; use other text")
+    raise InputError(
+        f"{MAX_DRAWS} excerpts of {corpus.folder} all held a needle's name or number, or could not be cut to "
+        f"{prompt_tokens[0]} to {prompt_tokens[1]} tokens; use other text or widen prompt_tokens"
+    )
 
 
 def _draw_needles(n_needles: int, rng: random.Random) -> list[Needle]:
@@ -175,10 +182,9 @@ def _draw_needles(n_needles: int, rng: random.Random) -> list[Needle]:
     return [Needle(name, str(value), rng.random()) for name, value in zip(names, values, strict=True)]
 
 
-def with_needles(pieces: list[Piece], needles: list[Needle]) -> str:
-    """The text of `pieces` with every needle between the two tokens that its place says."""
-    n_tokens = sum(piece.n_tokens for piece in pieces)
-    waiting = sorted(((int(needle.place * (n_tokens + 1)), needle) for needle in needles), key=lambda item: item[0])
+def with_needles(pieces: list[Piece], needles: list[Needle], n_places: int) -> str:
+    """The text of `pieces` with every needle after the fraction of `n_places` tokens that its place says."""
+    waiting = sorted(((int(needle.place * (n_places + 1)), needle) for needle in needles), key=lambda item: item[0])
     parts: list[str] = []
     n_before = 0
     for i, piece in enumerate(pieces):

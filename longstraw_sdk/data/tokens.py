@@ -49,8 +49,8 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 def require_bounds(prompt_tokens: tuple[int, int]) -> None:
     """Raise unless `prompt_tokens` is (least, most) with 1 <= least <= most."""
-    whole = len(prompt_tokens) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in prompt_tokens)
-    if not whole or not 1 <= prompt_tokens[0] <= prompt_tokens[1]:
+    two = isinstance(prompt_tokens, tuple | list) and len(prompt_tokens) == 2
+    if not two or any(type(n) is not int for n in prompt_tokens) or not 1 <= prompt_tokens[0] <= prompt_tokens[1]:
         raise ConfigurationError(f"prompt_tokens must be (least, most) with 1 <= least <= most, got {prompt_tokens!r}")
 
 
@@ -72,29 +72,29 @@ def draw_target(prompt_tokens: tuple[int, int], rng: random.Random) -> int:
 
 
 def fit_prompt(
-    build: Callable[[int], Prompt], tokenizer: Any, prompt_tokens: tuple[int, int], target: int
-) -> tuple[Prompt, int]:
-    """A prompt within `prompt_tokens` and its length: `build` with as many filler tokens as bring it to `target`.
+    build: Callable[[int, int], Prompt], tokenizer: Any, prompt_tokens: tuple[int, int], target: int
+) -> tuple[Prompt, int] | None:
+    """A prompt within `prompt_tokens` and its length, or None if no cut gives one: `build` with as many filler tokens as bring it to `target`.
 
-    The whole prompt is tokenised once where joints of text cost what they cost alone; every miss costs once more.
+    `build(n_filler, n_first)` is told the first number that was tried, so that later ones change the filler's end only:
+    every cut elsewhere would move the length again. The whole prompt is tokenised once where joints of text cost what
+    they cost alone; every miss costs once more.
     """
     least, most = prompt_tokens
-    n_fixed = len(prompt_ids(build(0), tokenizer))
+    n_fixed = len(prompt_ids(build(0, 0), tokenizer))
     if n_fixed > most:
         raise InputError(
             f"the prompt needs {n_fixed} tokens before any filler, but prompt_tokens allows {most}; raise it"
         )
-    n_filler, tried = max(0, target - n_fixed), set()
+    n_first = n_filler = max(0, target - n_fixed)
+    tried = set()
     for _ in range(MAX_FITS):
-        prompt = build(n_filler)
+        prompt = build(n_filler, n_first)
         n_tokens = len(prompt_ids(prompt, tokenizer))
         if least <= n_tokens <= most:
             return prompt, n_tokens
         tried.add(n_filler)
-        n_filler = max(0, n_filler + target - n_tokens)
-        while n_filler in tried:
-            n_filler += 1
-    raise InputError(
-        f"no excerpt gave a prompt of {least} to {most} tokens in {MAX_FITS} tries, the last had {n_tokens}; "
-        "widen prompt_tokens"
-    )
+        wanted = max(0, n_filler + target - n_tokens)
+        near = range(max(0, wanted - MAX_FITS), wanted + MAX_FITS)
+        n_filler = min((n for n in near if n not in tried), key=lambda n: abs(n - wanted))
+    return None
