@@ -218,8 +218,18 @@ def test_lengths_that_cannot_be_met(byte_corpus):
         needle_dataset(byte_corpus, prompt_tokens=(10**7, 10**7 + 100), n_prompts=1)
     with pytest.raises(InputError, match="before any filler, but prompt_tokens allows 60"):
         needle_dataset(byte_corpus, prompt_tokens=(50, 60), n_prompts=1)
-    assert fit_prompt(lambda n, _: "ab" * n, byte_tokenizer(), (101, 101), 101) is None
-    assert fit_prompt(lambda n, _: "ab" * n, byte_tokenizer(), (101, 102), 102) == ("ab" * 51, 102)
+
+
+def test_a_length_that_no_cut_gives_is_reported_after_few_tries():
+    lengths = []
+
+    def build(n_filler, n_first):
+        lengths.append(n_filler)
+        return "a" * (n_filler if n_filler <= 100 else n_filler + 1)  # 101 is never reached
+
+    assert fit_prompt(build, byte_tokenizer(), (101, 101), 101) is None
+    assert len(lengths) == len(set(lengths)) <= 10
+    assert fit_prompt(build, byte_tokenizer(), (101, 102), 102) == ("a" * 102, 102)
 
 
 def test_the_whole_prompt_is_tokenised_few_times(byte_corpus, monkeypatch):

@@ -23,7 +23,8 @@ TIME_LIMIT_SECONDS = 5
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _ANSWER_LINE = re.compile(r"\banswer[*_]*[ \t]*:[*_]*[ \t]*([^\n]+)", re.IGNORECASE)
-_BIG_BINOMIAL = re.compile(r"binom.*\d{5}", re.DOTALL)
+_COMPUTED_BY_PARSER = re.compile(r"binom|choose|gcd|lcm|Gamma")
+_BIG_NUMBER = re.compile(r"\d{5}|\^")
 _COMMANDS = re.compile(r"\\(?:begin|end|text\w*|mathrm|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{4,}")
 _UNBOUNDED = ("Integral", "Sum", "Product", "Limit", "Derivative")
@@ -82,8 +83,8 @@ def _text_fault(answer: str) -> str | None:
         return f"it has {len(answer)} characters, at most {MAX_ANSWER_CHARS} are parsed"
     if _nesting(answer) > MAX_NESTING:
         return f"its brackets nest {_nesting(answer)} levels, at most {MAX_NESTING} are parsed"
-    if _BIG_BINOMIAL.search(answer):
-        return "it has a binomial beside a number above 9999"
+    if _COMPUTED_BY_PARSER.search(answer) and _BIG_NUMBER.search(answer):
+        return "it has a binomial, gcd, lcm or Gamma beside a power or a number above 9999"
     return None
 
 
@@ -154,13 +155,21 @@ def _bits(expression: Any) -> float:
         return math.inf
     if getattr(expression, "is_Rational", False):
         return float(abs(expression.p).bit_length() + expression.q.bit_length() - 1)
-    parts = expression.flat() if hasattr(expression, "flat") else getattr(expression, "args", ())
+    parts: list[Any] = list(expression.flat() if hasattr(expression, "flat") else getattr(expression, "args", ()))
     bits = [_bits(part) for part in parts]
-    if name in ("Pow", "MatPow", "factorial"):
+    if name == "exp":
+        parts, bits = [name, *parts], [2, *bits]
+    if name in ("Pow", "MatPow", "factorial", "exp"):
         if bits[-1] > math.log2(MAX_NUMBER_BITS):
             return math.inf
-        return bits[0] * 2.0 ** bits[-1]
-    return 1 + sum(bits)
+        return bits[0] * _n_terms(parts[0], math.ceil(2.0 ** bits[-1]))
+    return 1 + sum(bits) + (not bits and getattr(expression, "is_number", False))
+
+
+def _n_terms(base: Any, exponent: int) -> int:
+    """How many terms `base` to this power expands to; for a number, how often it is multiplied."""
+    n_variables = len(getattr(base, "args", ())) if getattr(base, "is_Add", False) and base.free_symbols else 1
+    return exponent if n_variables < 2 else math.comb(exponent + n_variables - 1, n_variables - 1)
 
 
 def _word_read_as_letters(answer: str, expression: Any) -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -66,21 +65,16 @@ def write_cleaned(rows: MathRows, report: AuditReport, output: str | Path, *, ov
 
 
 class _Temporary:
-    """A file beside `target` that takes its name when kept, and is removed otherwise."""
+    """A name beside `target` for a file that takes the target's name when kept, and is removed otherwise."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
+        self.path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
     def __enter__(self) -> _Temporary:
-        handle, name = tempfile.mkstemp(dir=self._target.parent, prefix=f".{self._target.name}.")
-        os.close(handle)
-        self.path = Path(name)
         return self
 
     def keep(self) -> None:
-        umask = os.umask(0)
-        os.umask(umask)
-        self.path.chmod(0o666 & ~umask)  # mkstemp's files are readable by their owner only
         self.path.replace(self._target)
 
     def __exit__(self, *_: object) -> None:

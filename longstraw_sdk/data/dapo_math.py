@@ -22,6 +22,7 @@ from .tokens import Prompt
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _READERS = (".parquet", ".jsonl", ".json")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ROLES = ("system", "user", "assistant")
 
 
@@ -216,7 +217,7 @@ def _answer_text(value: Any) -> str | None:
 
 def _is_unicode(text: str) -> bool:
     """Lone surrogates come from JSON escapes and can be neither tokenised nor written."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return _SURROGATE.search(text) is None
 
 
 def _kind(value: Any) -> str:

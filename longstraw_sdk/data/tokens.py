@@ -74,11 +74,11 @@ def draw_target(prompt_tokens: tuple[int, int], rng: random.Random) -> int:
 def fit_prompt(
     build: Callable[[int, int], Prompt], tokenizer: Any, prompt_tokens: tuple[int, int], target: int
 ) -> tuple[Prompt, int] | None:
-    """A prompt within `prompt_tokens` and its length, or None if no cut gives one: `build` with as many filler tokens as bring it to `target`.
+    """A prompt within `prompt_tokens` and its length: `build` with as many filler tokens as bring it near `target`.
 
-    `build(n_filler, n_first)` is told the first number that was tried, so that later ones change the filler's end only:
-    every cut elsewhere would move the length again. The whole prompt is tokenised once where joints of text cost what
-    they cost alone; every miss costs once more.
+    None if no number of them was found. `build(n_filler, n_first)` is told the first number that was tried, so that
+    later ones change the filler's end only: cuts elsewhere would move the length again. The whole prompt is tokenised
+    once where joints of text cost what they cost alone; every miss costs once more.
     """
     least, most = prompt_tokens
     n_fixed = len(prompt_ids(build(0, 0), tokenizer))
