@@ -5,6 +5,7 @@ import random
 from pydoc_data.topics import topics
 
 import pytest
+from datasets import Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -91,6 +92,8 @@ def test_needles_are_in_the_decoded_prompt_once_and_lengths_hold(corpus, tokeniz
     task = NeedleTask(n_needles=5, n_asked=2)
     rows = needle_dataset(corpus, task, prompt_tokens=(1500, 1560), n_prompts=8, conversational=conversational)
     assert len(rows) == 8 and len(set(rows["n_prompt_tokens"])) > 1
+    prompt_type = rows.features["prompt"].feature["content"] if conversational else rows.features["prompt"]
+    assert prompt_type == Value("large_string"), "2 GiB of prompts are no limit"
     for row in rows:
         ids = prompt_ids(row["prompt"], tokenizer)
         assert 1500 <= len(ids) == row["n_prompt_tokens"] <= 1560
@@ -187,7 +190,7 @@ def test_text_that_holds_every_needle_is_refused(tmp_path):
     names = "\n".join(f"{a}-{b}" for a in needles._FIRST for b in needles._SECOND)
     corpus = read_corpus(tiny_folder(tmp_path, names=names), byte_tokenizer())
     with pytest.raises(InputError, match="use other text"):
-        needle_dataset(corpus, prompt_tokens=(1900, 1950), n_prompts=1)
+        needle_dataset(corpus, prompt_tokens=(1400, 1450), n_prompts=1)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_variants_of_the_answer(row, answer):
     [
         ([1, 2], "the row is a list"),
         ({}, "no field prompt; the row has none"),
-        ({"question": "?", "answer": "1"}, "no field prompt; the row has question, answer"),
+        ({"question": "?", "answer": "1"}, "no field prompt; the row has 'question', 'answer'"),
         ({"prompt": "p"}, "no reward_model.ground_truth, answer or solution"),
         ({"prompt": 5, "answer": "1"}, "prompt is a number"),
         ({"prompt": ["p"], "answer": "1"}, "prompt[0] is text, not a message"),
@@ -112,6 +112,7 @@ def test_variants_of_the_answer(row, answer):
         ({"prompt": "p", "answer": float("nan")}, "not text or a finite number"),
         ({"prompt": "p", "reward_model": "5"}, "reward_model is text"),
         ({"prompt": "p", "answer": "5", "reward_model": {"ground_truth": "6"}}, "differ: ['5', '6']"),
+        ({"\ud800": "p"}, r"no field prompt; the row has '\ud800'"),
         ({"prompt": "\ud800", "answer": "1"}, "prompt has half of a surrogate pair"),
         ({"prompt": "p", "answer": "\udc00"}, "answer has half of a surrogate pair"),
     ],
@@ -182,6 +183,8 @@ def test_the_hub_is_asked_for_owner_and_name(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", hub)
     assert len(load_math_rows("owner/DAPO-Math-17k")) == 3 and asked == ["owner/DAPO-Math-17k"]
+    with pytest.raises(InputError, match=r"^'owner/name' has no split 'dev'; it has train$"):
+        load_math_rows("owner/name", split="dev")
     monkeypatch.setattr("datasets.load_dataset", lambda name: (_ for _ in ()).throw(ConnectionError("offline")))
     with pytest.raises(InputError, match=r"nor does the hub serve it .*offline"):
         load_math_rows("owner/name")
@@ -322,7 +325,7 @@ answers = st.sampled_from(["1", "2", "1.0", "", "???", None, 1, True, [], r"\fra
 rows_of_any_kind = st.one_of(
     st.fixed_dictionaries({"prompt": prompts, "answer": answers}),
     st.fixed_dictionaries({"prompt": prompts}),
-    st.sampled_from([None, 3, "row", []]),
+    st.sampled_from([None, 3, "row", [], {"\ud800": 1}, {"prompt": "\ud800", "answer": "\ud800"}]),
 )
 
 
@@ -336,7 +339,7 @@ def test_kept_and_rejected_make_up_all_rows_and_a_second_audit_rejects_nothing(c
     assert all(rejected.values()) and {kind for reasons in rejected.values() for kind, _ in reasons} <= set(FAULT_KINDS)
     again = audit_rows([rows[i] for i in report.kept], chat_tokenizer, limit)
     assert again.n_rejected == 0 and again.n_kept == report.n_kept
-    json.dumps(report.as_dict())
+    json.dumps(report.as_dict(), ensure_ascii=False).encode()
 
 
 # -------------------- cleaned copies
@@ -350,7 +353,7 @@ def test_a_cleaned_copy_rejects_nothing_and_loses_nothing(tmp_path, suffix, conv
         raw = [{**row, "prompt": row["prompt"][0]["content"]} for row in raw]
     rows = MathRows(raw)
     report = audit_rows(rows, chat_tokenizer, 100)
-    files = write_cleaned(rows, report, tmp_path / f"clean.{suffix}")
+    files = write_cleaned(raw, report, tmp_path / f"clean.{suffix}")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in vars(files).values())
     assert json.loads(files.report.read_text()) == json.loads(json.dumps(report.as_dict()))
     rejected = [json.loads(line) for line in files.rejected.read_text().splitlines()]
@@ -440,6 +443,17 @@ def test_the_command_prints_a_table(run, tmp_path):
     code, shown, _ = run(write_jsonl(tmp_path / "rows.jsonl", seeded_faults()))
     assert code == 1 and "11 rows: 4 kept, 7 rejected." in shown
     assert "unparsable" in shown and "too_long" not in shown
+    (tmp_path / "other.jsonl").write_text('{"prompt": ["x"], "answer": "1"}')
+    assert "prompt[0]" in run(tmp_path / "other.jsonl")[1]
+
+
+def test_brackets_in_messages_are_shown(run, tmp_path, monkeypatch):
+    def no_math_verify(*_):
+        raise ConfigurationError('pip install "longstraw-sdk[math]"')
+
+    monkeypatch.setattr("longstraw_sdk.data.audit_rows", no_math_verify)
+    code, _, error = run(write_jsonl(tmp_path / "rows.jsonl", GOOD))
+    assert code == 2 and 'pip install "longstraw-sdk[math]"' in error
 
 
 def test_mistakes_of_the_command_end_with_code_2(run, tmp_path):

@@ -65,6 +65,8 @@ def math_reward(completion, right):
         ("I thought \\boxed{3}.\nAnswer: 4", "4"),
         ("Answer: 4\nno, \\boxed{3}", "3"),
         ("Answer: 1\nAnswer: 2", "2"),
+        ("Answer:\n\\boxed{2}", "2"),
+        ("\\boxed{2}\nAnswer: \n", "2"),
         (r"<think>\boxed{1}</think> \boxed{2}", "2"),
     ],
 )

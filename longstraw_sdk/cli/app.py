@@ -6,6 +6,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import LongStrawError
 from .audit import audit
@@ -40,5 +41,7 @@ def main() -> None:
     try:
         app()
     except LongStrawError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}:[/] {error}", highlight=False, markup=True)
+        Console(stderr=True).print(
+            f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", highlight=False, markup=True
+        )
         sys.exit(2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigurationError
@@ -71,7 +72,7 @@ def _print(report: AuditReport, console: Console) -> None:
         if details:
             first, rows = next(iter(details.items()))
             shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (" ..." if len(rows) > SHOWN_ROWS else "")
-            table.add_row(f"{kind}: {meaning}", f"{report.count(kind):,}", shown, first)
+            table.add_row(f"{kind}: {meaning}", f"{report.count(kind):,}", shown, escape(first))
     if table.row_count:
         console.print(table)
     console.print(f"{report.n_rows:,} rows: {report.n_kept:,} kept, {report.n_rejected:,} rejected.", highlight=False)

@@ -22,7 +22,7 @@ MAX_SYMBOLIC_BITS = 1600  # simplifying (x+1)^{300} takes 1 s, (x+1)^{1000} 13 s
 TIME_LIMIT_SECONDS = 5
 
 _BOX = re.compile(r"\\boxed\s*\{")
-_ANSWER_LINE = re.compile(r"\banswer[*_]*[ \t]*:[*_]*[ \t]*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"\banswer[*_]*[ \t]*:[*_]*[ \t]*(\S[^\n]*)", re.IGNORECASE)
 _COMPUTED_BY_PARSER = re.compile(r"binom|choose|gcd|lcm|Gamma")
 _BIG_NUMBER = re.compile(r"\d{5}|\^")
 _COMMANDS = re.compile(r"\\(?:begin|end|text\w*|mathrm|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")

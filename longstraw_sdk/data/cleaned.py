@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +43,17 @@ def check_writable(files: CleanedFiles, overwrite: bool) -> None:
         raise InputError(f"{', '.join(existing)} exists; give another name, or overwrite=True (--overwrite)")
 
 
-def write_cleaned(rows: MathRows, report: AuditReport, output: str | Path, *, overwrite: bool = False) -> CleanedFiles:
+def write_cleaned(
+    rows: MathRows | Sequence[Any], report: AuditReport, output: str | Path, *, overwrite: bool = False
+) -> CleanedFiles:
     """Write kept rows, rejected rows (`<name>.rejected.jsonl`) and the report (`<name>.report.json`).
 
-    All three appear complete or not at all. A rejected row that repeats an earlier prompt is written without prompt and
-    answer: its reason names the row that has them.
+    Each appears complete or not at all, the cleaned copy last. A rejected row that repeats an earlier prompt is written
+    without prompt and answer: its reason names the row that has them.
     """
     files = cleaned_files(output)
     check_writable(files, overwrite)
+    rows = rows if isinstance(rows, MathRows) else MathRows(rows)
     if len(rows) != report.n_rows:
         raise InputError(f"the report is of {report.n_rows} rows, but {len(rows)} rows were given; audit these rows")
     write_kept = _write_parquet if files.cleaned.suffix.lower() == ".parquet" else _write_jsonl

@@ -75,11 +75,12 @@ def load_math_rows(source: str | Path, split: str = "train") -> MathRows:
     import datasets
 
     try:
-        return MathRows(_one_split(datasets.load_dataset(str(source)), split, str(source)))
+        found = datasets.load_dataset(str(source))
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{str(source)!r} does not exist here, nor does the hub serve it ({type(error).__name__}: {error})"
         ) from error
+    return MathRows(_one_split(found, split, str(source)))
 
 
 def _saved(folder: Path, split: str) -> Any:
@@ -144,7 +145,7 @@ def math_row(raw: Any, row: int) -> MathRow:
 
 def _prompt(raw: Mapping[str, Any]) -> tuple[Prompt | None, str | None]:
     if "prompt" not in raw:
-        return None, f"no field prompt; the row has {', '.join(map(str, raw)) or 'none'}"
+        return None, f"no field prompt; the row has {_fields(raw)}"
     prompt = raw["prompt"]
     if prompt is None:
         return "", None
@@ -187,7 +188,7 @@ def _answer(raw: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if not found:
         return (
             None,
-            f"no reward_model.ground_truth, answer or solution; the row has {', '.join(map(str, raw))}",
+            f"no reward_model.ground_truth, answer or solution; the row has {_fields(raw)}",
         )
     texts: dict[str, str] = {}
     for field, value in found.items():
@@ -213,6 +214,10 @@ def _answer_text(value: Any) -> str | None:
         return str(value) if math.isfinite(value) else None
     stated = final_answer(value) if r"\boxed" in value else None
     return (stated if stated is not None else value).strip()
+
+
+def _fields(raw: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, raw)) or "none"
 
 
 def _is_unicode(text: str) -> bool:

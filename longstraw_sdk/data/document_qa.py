@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from .documents import Corpus, Document, document_paths, n_text_tokens
 from .jsonl import BadLine, read_jsonl
-from .tokens import MARGIN_TOKENS, Prompt, as_prompt, draw_target, fit_prompt, require_bounds, require_chat_template
+from .tokens import (
+    MARGIN_TOKENS,
+    Prompt,
+    as_dataset,
+    as_prompt,
+    draw_target,
+    fit_prompt,
+    require_bounds,
+    require_chat_template,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -53,8 +62,6 @@ def document_qa_dataset(
     require_bounds(prompt_tokens)
     if conversational:
         require_chat_template(corpus.tokenizer)
-    from datasets import Dataset
-
     documents = {document.name: document for document in corpus.documents}
     costs = {name: n_text_tokens(HEADING.format(name=name) + END, corpus.tokenizer) for name in documents}
     rows = []
@@ -64,7 +71,7 @@ def document_qa_dataset(
         rng.shuffle(others)
         among = _Among(documents[question.document], others, costs, rng.random())
         rows.append(_row(among, question, corpus, prompt_tokens, conversational, rng))
-    return Dataset.from_list(rows)
+    return as_dataset(rows, conversational)
 
 
 def read_questions(path: str | Path, corpus: Corpus) -> list[Question]:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, InputError, require_at_least
 from .documents import SEPARATOR, Corpus, Piece, n_text_tokens
-from .tokens import Prompt, as_prompt, draw_target, fit_prompt, require_bounds, require_chat_template, text_of
+from .tokens import (
+    Prompt,
+    as_dataset,
+    as_prompt,
+    draw_target,
+    fit_prompt,
+    require_bounds,
+    require_chat_template,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,20 +30,7 @@ QUESTION = (
     "Which numbers belong to these names: {keys}? Answer with the numbers only, separated by commas.\n"
 )
 MAX_DRAWS = 20
-_FIRST = (
-    "amber",
-    "brisk",
-    "coral",
-    "dusky",
-    "eager",
-    "gentle",
-    "hollow",
-    "ivory",
-    "jolly",
-    "lively",
-    "mellow",
-    "noble",
-)
+_FIRST = ("amber", "brisk", "coral", "dusky", "eager", "gentle", "hollow", "ivory", "jolly", "lively", "mellow")
 _SECOND = ("anchor", "beacon", "cedar", "dagger", "ember", "falcon", "garnet", "harbor", "island", "kettle", "lantern")
 
 
@@ -88,8 +84,6 @@ def needle_dataset(
     require_at_least("n_prompts", n_prompts, 1)
     if conversational:
         require_chat_template(corpus.tokenizer)
-    from datasets import Dataset
-
     if corpus.n_tokens == 0:
         raise InputError(f"the documents of {corpus.folder} (split {corpus.split}) are empty; add text")
     task = task or NeedleTask()
@@ -99,7 +93,7 @@ def needle_dataset(
         rng = random.Random(f"needles/{corpus.split}/{seed}/{i}")
         draw = partial(_draw, corpus, task, rng, n_separator, conversational)
         rows.append(_row(corpus, draw, prompt_tokens, rng))
-    return Dataset.from_list(rows)
+    return as_dataset(rows, conversational)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError, InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Prompt = str | list[dict[str, str]]
 """What TRL takes as `prompt`: text, or a conversation of `{"role": ..., "content": ...}`."""
@@ -62,6 +65,16 @@ def as_prompt(text: str, conversational: bool) -> Prompt:
 def text_of(prompt: Prompt) -> str:
     """The text of what `as_prompt` made."""
     return prompt if isinstance(prompt, str) else prompt[0]["content"]
+
+
+def as_dataset(rows: list[dict[str, Any]], conversational: bool) -> Dataset:
+    """`rows` as a data set whose prompts may have more than 2 GiB together, where Arrow's plain strings end."""
+    from datasets import Dataset, List, Value
+
+    features = Dataset.from_list([rows[0] | {"prompt": as_prompt("", conversational)}]).features
+    text = Value("large_string")
+    features["prompt"] = List({"role": Value("string"), "content": text}) if conversational else text
+    return Dataset.from_list(rows, features=features)
 
 
 def draw_target(prompt_tokens: tuple[int, int], rng: random.Random) -> int:
