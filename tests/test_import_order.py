@@ -15,6 +15,7 @@ PACKAGE = "longstraw_sdk"
 FLOOR = {
     "errors": 0,
     "types": 0,
+    "data": 1,
     "environment": 1,
     "state": 1,
     "ops": 2,

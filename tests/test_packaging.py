@@ -31,7 +31,7 @@ TESTED = {
     "ray": "2.60.0",
 }
 # Extras that need an accelerator or that no test installs.
-UNPINNED_EXTRAS = {"gpu", "math"}
+UNPINNED_EXTRAS = {"gpu"}
 
 
 def packages_in_tree(root: Path, package_dir: dict[str, str]) -> dict[str, Path]:

@@ -1,6 +1,6 @@
-"""The GRPO trainer on top of TRL, imported as `longstraw_sdk.trainers`.
+"""The GRPO trainer on top of TRL and rewards for it, imported as `longstraw_sdk.trainers`.
 
-The two names are loaded on first use, so that importing this package does not import trl.
+The names are loaded on first use, so that importing this package does not import trl.
 """
 
 from importlib import import_module
@@ -15,10 +15,23 @@ if __name__ != "longstraw_sdk.trainers":
 if TYPE_CHECKING:
     from longstraw_sdk.trainers.grpo_config import LongStrawGRPOConfig
     from longstraw_sdk.trainers.grpo_trainer import LongStrawGRPOTrainer
+    from longstraw_sdk.trainers.task_rewards import dapo_math_reward, document_answer_reward, needle_recall_reward
 
-__all__ = ["LongStrawGRPOConfig", "LongStrawGRPOTrainer"]
+__all__ = [
+    "LongStrawGRPOConfig",
+    "LongStrawGRPOTrainer",
+    "dapo_math_reward",
+    "needle_recall_reward",
+    "document_answer_reward",
+]
 
-_MODULE_OF = {"LongStrawGRPOConfig": "grpo_config", "LongStrawGRPOTrainer": "grpo_trainer"}
+_MODULE_OF = {
+    "LongStrawGRPOConfig": "grpo_config",
+    "LongStrawGRPOTrainer": "grpo_trainer",
+    "dapo_math_reward": "task_rewards",
+    "needle_recall_reward": "task_rewards",
+    "document_answer_reward": "task_rewards",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,10 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import LongStrawError
+from .audit import audit
 from .bench import bench
 from .demo import demo
 from .parity import parity
@@ -22,6 +24,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(parity)
+app.command()(audit)
 
 
 @app.callback(invoke_without_command=True)
@@ -38,5 +41,7 @@ def main() -> None:
     try:
         app()
     except LongStrawError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}:[/] {error}", highlight=False, markup=True)
+        Console(stderr=True).print(
+            f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", highlight=False, markup=True
+        )
         sys.exit(2)
