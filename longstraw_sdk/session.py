@@ -262,6 +262,10 @@ class LongStrawSession:
         torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
         return norm
 
+    def trim(self) -> int:
+        """Give memory that holds no page in use back to its device, and return its bytes."""
+        return self._core.pool.trim()
+
     def mark_weights_updated(self) -> None:
         """Declare live captures stale. Needed only after optimizers that PyTorch's version counters do not see."""
         self._core.weights_epoch += 1

@@ -49,6 +49,9 @@ class Served:
     def models(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"data": [{"id": "base"}, *({"id": name} for name in self.adapters)]}
 
+    def nothing(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
     @torch.no_grad()
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         name = next(iter(self.adapters)) if self.serve_stale else body["model"]
@@ -81,12 +84,12 @@ class Served:
 def completion_server(**options: Any) -> Iterator[Served]:
     served = Served(**options)
     routes = {
-        "/v1/load_lora_adapter": served.load,
-        "/v1/unload_lora_adapter": served.unload,
-        "/v1/models": served.models,
-        "/v1/completions": served.complete,
-        "/sleep?level=1": lambda body: {},
-        "/wake_up": lambda body: {},
+        "/v1/load_lora_adapter": "load",
+        "/v1/unload_lora_adapter": "unload",
+        "/v1/models": "models",
+        "/v1/completions": "complete",
+        "/sleep?level=1": "nothing",
+        "/wake_up": "nothing",
     }
 
     class Handler(BaseHTTPRequestHandler):
@@ -99,7 +102,7 @@ def completion_server(**options: Any) -> Iterator[Served]:
         def _answer(self, body: Any) -> None:
             served.events.append(self.path)
             served.headers.append(dict(self.headers))
-            found = routes[self.path](body or {})
+            found = getattr(served, routes[self.path])(body or {})
             if self.path in served.faults:
                 found = served.faults[self.path](found)
             data = found if isinstance(found, bytes) else json.dumps(found).encode()

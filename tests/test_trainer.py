@@ -26,10 +26,10 @@ def n_prefix_tokens(dataset, n_prompts):
     return sum(len(text.split()) - 1 for text in dataset["prompt"][:n_prompts])
 
 
-def test_signature_is_trls_plus_adapter():
+def test_signature_is_trls_plus_adapter_and_sampler():
     ours = inspect.signature(LongStrawGRPOTrainer.__init__).parameters
-    assert list(ours) == [*inspect.signature(GRPOTrainer.__init__).parameters, "adapter"]
-    assert ours["adapter"].default is None
+    assert list(ours) == [*inspect.signature(GRPOTrainer.__init__).parameters, "adapter", "sampler"]
+    assert ours["adapter"].default is ours["sampler"].default is None
 
 
 def test_config_adds_fewer_than_ten_fields():

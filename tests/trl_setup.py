@@ -69,7 +69,15 @@ def stock_trainer(folder: Path, *, model=None, dataset=None, reward=checksum_rew
 
 
 def our_trainer(
-    folder: Path, *, model=None, dataset=None, reward=checksum_reward, adapter=None, callbacks=None, **options
+    folder: Path,
+    *,
+    model=None,
+    dataset=None,
+    reward=checksum_reward,
+    adapter=None,
+    callbacks=None,
+    sampler=None,
+    **options,
 ) -> LongStrawGRPOTrainer:
     return LongStrawGRPOTrainer(
         model if model is not None else tiny_model("qwen36"),
@@ -79,6 +87,7 @@ def our_trainer(
         processing_class=word_tokenizer(),
         adapter=adapter,
         callbacks=callbacks,
+        sampler=sampler,
     )
 
 

@@ -13,6 +13,7 @@ from .audit import audit
 from .bench import bench
 from .demo import demo
 from .parity import parity
+from .verify_run import verify_run
 
 app = typer.Typer(
     name="longstraw",
@@ -25,6 +26,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(parity)
 app.command()(audit)
+app.command("verify-run")(verify_run)
 
 
 @app.callback(invoke_without_command=True)

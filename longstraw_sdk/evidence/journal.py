@@ -37,6 +37,7 @@ class Journal:
 
     def append(self, stage: str, **facts: Any) -> Entry:
         """Write one entry. Facts are JSON values under names that the journal does not use itself."""
+        assert not facts.keys() & {"seq", "time", "previous", "sha256"}, facts.keys()
         entry = {
             "seq": len(self.entries),
             "stage": stage,
