@@ -61,22 +61,56 @@ def capture_prefix(
     if where.room is not None and away:
         logger.info("pages of %d of %d layers live in host memory: all do not fit", len(away), len(layers))
     state = ResidentState(bound.specs, prefix_ids, pool, owner, where.device, where.link, context, away)
+    _forward_chunks(bound, state, bounds, keep_boundaries=keep_boundaries)
+    return state
+
+
+@torch.no_grad()
+def extend_prefix(
+    bound: BoundModel, state: ResidentState, prefix_ids: torch.Tensor, *, chunk_tokens: int, keep_boundaries: bool
+) -> int:
+    """Let `state` go on to `prefix_ids`, which begin with its own; returns the tokens forwarded.
+
+    On any failure every page is given back. `why_not_extend` must have been None.
+    """
+    start = state.n_tokens
+    bounds = chunk_bounds(len(prefix_ids) - start, chunk_tokens, min_forward_tokens(bound.specs))
+    state.prefix_ids = prefix_ids
+    _forward_chunks(bound, state, [start + offset for offset in bounds], keep_boundaries=keep_boundaries)
+    return len(prefix_ids) - start
+
+
+def why_not_extend(bound: BoundModel, state: ResidentState, prefix_ids: torch.Tensor) -> str | None:
+    """What keeps `state` from going on to `prefix_ids`, or None."""
+    n_known, n_new = state.n_tokens, len(prefix_ids) - state.n_tokens
+    least = min_forward_tokens(bound.specs)
+    if n_known == 0:
+        return "nothing of it is resident"
+    if not torch.equal(prefix_ids[:n_known], state.prefix_ids):
+        same = prefix_ids[: min(n_known, len(prefix_ids))] == state.prefix_ids[: min(n_known, len(prefix_ids))]
+        return f"its ids are the same for {int(same.long().cumprod(0).sum())} of {n_known} tokens only"
+    if 0 < n_new < least:
+        return f"{n_new} new tokens are fewer than the {least} that a forward of its recurrent layers takes"
+    return None
+
+
+def _forward_chunks(bound: BoundModel, state: ResidentState, bounds: Sequence[int], *, keep_boundaries: bool) -> None:
+    n_new = bounds[-1] - bounds[0]
     try:
-        with progress(len(prefix_ids), "capture") as advance:
+        with progress(n_new, "capture") as advance:
             for start, end in pairwise(bounds):
                 view = StateView(state, state.last_boundary, state_only=True)
-                out = bound.adapter.forward(bound.base, prefix_ids[None, start:end], view)
+                out = bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view)
                 state.append_chunk(end - start, out.produced, keep_boundaries=keep_boundaries)
                 advance(end - start)
-        if len(prefix_ids) and not _is_finite(state, out):
+        if n_new and not _is_finite(state, out):
             raise NumericsError(
-                f"the prompt's hidden state is not finite after {len(prefix_ids)} tokens; check the weights, the dtype "
+                f"the prompt's hidden state is not finite after {bounds[-1]} tokens; check the weights, the dtype "
                 "and whether the positions are within what the model was trained for"
             )
     except BaseException:
         state.release()
         raise
-    return state
 
 
 def _bytes_of(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
 from .bound import BoundModel
-from .capture import capture_prefix
+from .capture import capture_prefix, extend_prefix, why_not_extend
 from .errors import (
     ConfigurationError,
     InputError,
@@ -33,6 +35,8 @@ from .types import GradientScope, PrefixAdapter, ReplayOutput
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -104,6 +108,8 @@ class Prefix:
         self._core = core
         self._owner = owner
         self.prompt_ids = prompt_ids
+        self._epoch = 0
+        """Counts captures and extensions: a graph belongs to the state that it was made with."""
         self._capture()
 
     @property
@@ -159,7 +165,7 @@ class Prefix:
         core.update_is_open = core.needs_finalize = True
         for out in outputs:
             for tensor in (out.logps, out.entropy):
-                tensor.register_hook(self._verify_in_backward)
+                tensor.register_hook(partial(self._verify_in_backward, self._epoch))
         return outputs
 
     def sample(
@@ -264,8 +270,56 @@ class Prefix:
             raise UseAfterReleaseError("this prefix was released; capture the prompt again with session.capture()")
         if self.needs_sweep:
             raise LifecycleError("this prefix holds gradients that were not swept; call sweep() or finalize() first")
+        self._epoch += 1
         self._state.release()
         self._capture()
+
+    def extend(self, prompt_ids: torch.Tensor) -> bool:
+        """Go on to a longer prompt, LongTensor [P], as a conversation does: only its new tokens are forwarded.
+
+        Returns False if the whole prompt had to be captured, which is logged with the reason: its ids do not begin with
+        those that are resident, or the weights changed since. Collected gradients must have been swept, and graphs of
+        earlier replays back-propagated.
+        """
+        core = self._core
+        with in_step(core.context, "prompt", self._owner, prompt_ids):
+            if self._state.released:
+                raise UseAfterReleaseError("this prefix was released; capture the prompt with session.capture()")
+            if self.needs_sweep:
+                raise LifecycleError(
+                    "this prefix holds gradients that were not swept; call sweep() or finalize() first"
+                )
+            prompt_ids = core.bound.check_ids(prompt_ids, "prompt")
+            reason = why_not_extend(core.bound, self._state, prompt_ids[:-1])
+            if reason is None and self.stale:
+                reason = "the weights or positions changed since it was captured"
+        self._epoch += 1
+        self.prompt_ids = prompt_ids
+        if reason is not None:
+            logger.warning("the prompt of %d tokens is captured as a whole: %s", len(prompt_ids), reason)
+            self._state.release()
+            self._capture()
+            return False
+        self._check_usable()
+        with self._adapters(), core.stats.timed("capture", core.bound.device):
+            core.stats.captured_tokens += extend_prefix(
+                core.bound,
+                self._state,
+                prompt_ids[:-1],
+                chunk_tokens=core.chunk_tokens,
+                keep_boundaries=self._keeps_boundaries,
+            )
+        self._witness = Witness.of(self._state, with_digest=core.verify_content)
+        core.update_is_open = True
+        return True
+
+    def _adapters(self) -> AbstractContextManager[None]:
+        frozen = self._core.prefix_adapter == "frozen"
+        return adapters_disabled(self._core.bound.base) if frozen else nullcontext()
+
+    @property
+    def _keeps_boundaries(self) -> bool:
+        return self._core.gradient_scope == "full" and bool(self._adapter_state)
 
     def release(self) -> None:
         """Give the pages back without sweeping. Doing so twice is allowed."""
@@ -291,9 +345,7 @@ class Prefix:
                 "witness; capture outside of it (no_grad is fine)"
             )
         core = self._core
-        frozen = core.prefix_adapter == "frozen"
-        scope: AbstractContextManager[None] = adapters_disabled(core.bound.base) if frozen else nullcontext()
-        with scope, core.stats.timed("capture", core.bound.device):
+        with self._adapters(), core.stats.timed("capture", core.bound.device):
             self._adapter_state = adapter_state(core.bound.base)
             self._state = capture_prefix(
                 core.bound,
@@ -303,7 +355,7 @@ class Prefix:
                 chunk_tokens=core.chunk_tokens,
                 placement=core.placement,
                 context=core.context,
-                keep_boundaries=core.gradient_scope == "full" and bool(self._adapter_state),
+                keep_boundaries=self._keeps_boundaries,
             )
         core.stats.captured_tokens += len(self.prompt_ids) - 1
         self._weights_key = core.weights_key()
@@ -387,12 +439,16 @@ class Prefix:
         self._witness.verify(self._state)
         return [outputs[i] for i in range(len(rows))], sum(len(row) for row in rows)
 
-    def _verify_in_backward(self, gradient: torch.Tensor) -> None:
+    def _verify_in_backward(self, epoch: int, gradient: torch.Tensor) -> None:
         if self._core.turns is not None:
             self._core.turns.backward_began()
         if self._state.released:
             raise UseAfterReleaseError(
                 "backward ran after its prefix was released; call it inside the prefix's `with` block"
+            )
+        if epoch != self._epoch:
+            raise StaleStateError(
+                "backward ran after its prefix was extended or captured again; call it before extend() and refresh()"
             )
         self._check_positions()  # a checkpointed layer runs again now
         self._witness.verify(self._state)

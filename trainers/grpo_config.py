@@ -98,7 +98,9 @@ class LongStrawGRPOConfig(GRPOConfig):
             f"sharding={self.sharding!r} is not known; allowed: {', '.join(map(repr, NAMES))}": (
                 self.sharding not in NAMES
             ),
-            "use_vllm=True: rows are sampled from the resident state; leave it off": self.use_vllm,
+            "use_vllm=True: TRL merges LoRA into the base weights for vLLM and back, which rounds them; leave it off. "
+            "Rows are sampled from the resident state, or by a vLLM server that loads the adapter as it is: "
+            "LongStrawGRPOTrainer(sampler=HttpSampler(url))": self.use_vllm,
             "use_transformers_continuous_batching=True: rows are sampled from the resident state; leave it off": (
                 self.use_transformers_continuous_batching
             ),

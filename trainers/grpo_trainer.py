@@ -7,13 +7,10 @@ without a graph and whose backward, which then knows dL/dlogp of every token, re
 
 from __future__ import annotations
 
-import logging
-import math
 import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,46 +18,34 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
-from torch import distributed as dist
 from transformers import ProcessorMixin, TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
-from trl.models import unwrap_model_for_generation
 
 from longstraw_sdk.adapter import ResidentStateAdapter
 from longstraw_sdk.backends import fsdp_is_ours, make_backend
 from longstraw_sdk.errors import ConfigurationError, InputError, NumericsError
-from longstraw_sdk.evidence.digests import adapter_digest, facts_digest, gradient_witness, row_identity
+from longstraw_sdk.evidence.digests import adapter_digest, gradient_witness, row_identity
 from longstraw_sdk.evidence.manifest import write_manifest
 from longstraw_sdk.evidence.model_snapshot import model_snapshot
-from longstraw_sdk.evidence.run_folder import ROLLOUTS
 from longstraw_sdk.lora import AdapterState, adapter_state
 from longstraw_sdk.prefix import Prefix
 from longstraw_sdk.replay import pack_rows
-from longstraw_sdk.rollout import ExportedAdapter, RolloutRequest, Sampler, export_adapter, prompt_identity
+from longstraw_sdk.rollout import Sampler, prompt_identity
 from longstraw_sdk.session import LongStrawSession
 
 from .contexts import ContextAccelerator, NoReward, as_own_rng_state, context_rng_file, once_per_context
+from .drawings import Drawings
 from .expert_shards import own_adapter, share_optimizer_state, whole_adapter
 from .grpo_config import LongStrawGRPOConfig
-from .outside_sampling import check_difference, check_options, drawn, from_first, once_each, parked
+from .outside_sampling import check_difference, check_options
 from .rewards import checked_rewards
 from .rollout_state import load_rollouts, save_rollouts
-from .rollout_store import (
-    Rollouts,
-    find_rollouts,
-    random_state,
-    restore_random_state,
-    rollouts_name,
-    store_rollouts,
-)
 from .rows import Row, unpadded
-from .run_facts import describe_run, observed_device
+from .run_facts import describe_rank, describe_rewards, describe_run
 from .run_record import RunRecord, earlier_model
 from .whole_checkpoints import checkpoint_to_resume
-
-logger = logging.getLogger(__name__)
 
 _PrefixKey = tuple[bytes, AdapterState]
 
@@ -201,11 +186,10 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._anchor = torch.zeros((), requires_grad=True)
         self._complete: list[_PrefixKey] = []
         self._record = self._new_record()
-        self._sampler = sampler
         if sampler is not None:
             self.use_vllm = True  # to TRL's loss and metrics; nothing else of it is left after construction
-        self._n_drawings = 0
         self._run = RunRecord(args.output_dir, args.process_index, writes=self.accelerator.is_main_process)
+        self._drawings = Drawings(self, sampler)
         self.add_callback(_StepsClosed(self))
 
     # Several ranks
@@ -270,104 +254,11 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if images is not None or multimodal_fields:
             raise ConfigurationError("the dataset holds images; LongStraw trains text models: drop the column")
         self._check_prompt_lengths(prompt_ids)
-        draw = self._draw_resident if self._sampler is None else self._draw_outside
-        if not self.model.training:
-            rollouts = draw(prompt_ids, num_generations)
-            return rollouts.token_ids, rollouts.logprobs
-        place = self._place()["context"]
-        path = self._run.folder / ROLLOUTS / rollouts_name(self._step, self._n_drawings, place)
-        policy = adapter_digest(self.model)
-        request = self._drawing(prompt_ids, num_generations, policy)
-        group = None if self._backend.context is None else self._backend.context.group
-        stored = from_first(group, lambda: find_rollouts(path, request))
-        if stored is None:
-            rollouts = draw(prompt_ids, num_generations)
-            device = self.accelerator.device
-            stored = from_first(group, lambda: store_rollouts(path, request, prompt_ids, rollouts, device))
-        else:
-            logger.info("%s: responses of an interrupted update are used again", path)
-            restore_random_state(stored.random_state, self.accelerator.device)
-        self._run.sampled(stored, self._n_drawings, self._describe_sampler(), policy)
-        self._n_drawings += 1
-        return stored.rollouts.token_ids, stored.rollouts.logprobs
-
-    def _drawing(self, prompt_ids, num_generations: int, policy: str) -> dict[str, Any]:
-        """What decides the responses: equal for a drawing and its repetition after a crash, and for nothing else."""
-        return {
-            "step": self._step,
-            "drawing": self._n_drawings,
-            "prompts_sha256": facts_digest({"prompts": [prompt_identity(ids) for ids in prompt_ids]}),
-            "num_generations": num_generations,
-            "adapter_sha256": policy,
-            "sampler": self._describe_sampler(),
-            "options": self.generation_config.to_json_string(),
-            "seed": self.args.seed,
-            "random_state": facts_digest(random_state(self.accelerator.device)) if self._sampler is None else None,
-        }
-
-    def _describe_sampler(self) -> dict[str, Any]:
-        return {"name": "resident"} if self._sampler is None else self._sampler.describe()
-
-    def _draw_resident(self, prompt_ids, num_generations) -> Rollouts:
-        device = self.accelerator.device
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, ids in enumerate(prompt_ids):
-            groups.setdefault(tuple(ids), []).append(i)
-        completions: list[list[int]] = [[] for _ in prompt_ids]
-        with (
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                generation_kwargs=self.generation_kwargs,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-            ),
-            torch.no_grad(),
-            self.accelerator.autocast(),
-        ):
-            for ids, members in groups.items():
-                prefix = self._prefix(torch.tensor(ids, device=device))
-                for i, row in zip(members, prefix.generate(len(members), self.generation_config), strict=True):
-                    completions[i] = row.tolist()
-            self.longstraw.join()
-        return Rollouts(completions, None)
-
-    def _draw_outside(self, prompt_ids, num_generations) -> Rollouts:
-        sampler = self._sampler
-        assert sampler is not None
-        prompts, n = once_each(prompt_ids, num_generations)
-        place = self._place()["context"]
-        drawing = [self.args.seed, self._step, self._n_drawings, place]
-        request = RolloutRequest(
-            request_id=f"{self._step:08d}-{self._n_drawings}-{place}",
-            adapter=self._export_adapter(),
-            prompts=tuple(prompts),
-            n_completions=n,
-            max_new_tokens=self.max_completion_length,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=int(facts_digest({"drawing": drawing})[:7], 16),
-            stop_token_ids=tuple(self.eos_token_ids),
-            vocab_size=self.longstraw.bound.vocab_size,
-        )
-        group = None if self._backend.context is None else self._backend.context.group
-        if sampler.exclusive:
-            self._drop_all()
-            self.longstraw.trim()
-        free = parked(self.model, self.optimizer, self.accelerator.device) if sampler.exclusive else nullcontext()
-        with free:
-            completions = from_first(group, lambda: drawn(sampler, request))
-        return Rollouts([list(c.token_ids) for c in completions], [list(c.logprobs) for c in completions])
-
-    def _export_adapter(self) -> ExportedAdapter:
-        """The policy below the run folder, written by the main process for all."""
-        weights = whole_adapter(self.model, self.longstraw.adapter) if self._spread else None
-        model = self.accelerator.unwrap_model(self.model)
-        everyone = dist.group.WORLD if self.args.world_size > 1 else None
-        return from_first(everyone, lambda: export_adapter(model, self._run.folder.absolute() / "adapters", weights))
+        rollouts = self._drawings.take(prompt_ids, num_generations)
+        return rollouts.token_ids, rollouts.logprobs
 
     def _generate(self, prompts):
-        self._n_drawings = 0
+        self._drawings.begin()
         output = super()._generate(prompts)
         # Tool calls sample from prompts that grow turn by turn; only the final ones are trained on.
         wanted = {_key_of(torch.tensor(ids)) for ids in output[0]}
@@ -464,29 +355,15 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if self.model.training:  # an evaluation between two steps on the same rollouts must not drop theirs
             self.longstraw.adapter.forget()
         output = super()._generate_and_score_completions(inputs)
-        if self._sampler is not None:
-            check_difference(self._sampler, output, self.accelerator.gather)
+        if self._drawings.sampler is not None:
+            check_difference(self._drawings.sampler, output, self.accelerator.gather)
         if self.model.training:
-            self._record_rewards(output["advantages"])
+            self._run.rewarded(f"{self._step:08d}.rewards.json", describe_rewards(self, output["advantages"]))
             masks = output["prompt_mask"].bool()
             self._rows_left = Counter(
                 self._key(ids[mask]) for ids, mask in zip(output["prompt_ids"], masks, strict=True)
             )
         return output
-
-    def _record_rewards(self, advantages: torch.Tensor) -> None:
-        place = self._place()["context"]
-        content = {
-            "functions": list(self.reward_func_names),
-            "weights": self.reward_weights.tolist(),
-            "num_generations": self.num_generations,
-            "scale_rewards": str(self.scale_rewards),
-            "aggregation": self.multi_objective_aggregation,
-            "rewards": [[None if math.isnan(r) else r for r in row] for row in self._rewards.tolist()],
-            "first_row": place * len(advantages),
-            "advantages": advantages.tolist(),
-        }
-        self._run.rewarded(f"{self._step:08d}.rewards.json", content)
 
     def _count_rows(self, rows: Sequence[Row]) -> None:
         """Sweep and release a prompt as soon as the last row of its group has been replayed.
@@ -540,41 +417,27 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
-        self._begin_record(checkpoint)
+        watching = self.longstraw.stats.observer
         try:
+            self._begin_record(checkpoint)
             output = super().train(checkpoint, *args, **kwargs)
+            self._run.ended(gather_object([describe_rank(self)]))
         finally:
             self._drop_all()
-            self.longstraw.stats.observer = None
-        ranks = gather_object([self._describe_rank()])
-        self._run.ended(ranks)
+            self._run.close()
+            self.longstraw.stats.observer = watching
         return output
 
     def _begin_record(self, checkpoint: str | None) -> None:
         step = 0
         if checkpoint is not None:
             step = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).global_step
-        request = describe_run(self, self._describe_sampler()) if self._run.writes else {}
+        request = describe_run(self, self._drawings.describe()) if self._run.writes else {}
         model = model_snapshot(self.model, earlier_model(self._run.folder)) if self._run.writes else {}
         self._run.begin(request, model, checkpoint, step)
         self.accelerator.wait_for_everyone()  # until the folder is there
         if self.longstraw.stats.observer is None:
             self.longstraw.stats.observer = partial(self._run.memory, device=self.accelerator.device)
-
-    def _describe_rank(self) -> dict[str, Any]:
-        context = self._backend.context
-        planned = {"local_rank": self.args.local_process_index, "device": str(self.args.device)}
-        stats = self.longstraw.stats
-        return {
-            "rank": self.args.process_index,
-            "context_rank": 0 if context is None else context.rank,
-            "planned": planned,
-            "observed": observed_device(self.longstraw.bound.device),
-            "seconds": dict(stats.seconds),
-            "captured_tokens": stats.captured_tokens,
-            "replayed_tokens": stats.replayed_tokens,
-            "swept_tokens": stats.swept_tokens,
-        }
 
     # Checkpoints
 

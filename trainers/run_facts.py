@@ -34,7 +34,36 @@ def describe_run(trainer: Any, sampler: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def observed_device(device: torch.device) -> dict[str, Any]:
+def describe_rewards(trainer: Any, advantages: torch.Tensor) -> dict[str, Any]:
+    """Rewards [N, F] of all processes, null where a function gave none, and this context's advantages."""
+    return {
+        "functions": list(trainer.reward_func_names),
+        "weights": trainer.reward_weights.tolist(),
+        "num_generations": trainer.num_generations,
+        "scale_rewards": str(trainer.scale_rewards),
+        "aggregation": trainer.multi_objective_aggregation,
+        "rewards": [[None if math.isnan(r) else r for r in row] for row in trainer._rewards.tolist()],
+        "first_row": trainer._place()["context"] * len(advantages),
+        "advantages": advantages.tolist(),
+    }
+
+
+def describe_rank(trainer: Any) -> dict[str, Any]:
+    """Where this rank was meant to run, where it ran, and how long its phases took."""
+    context, stats = trainer._backend.context, trainer.longstraw.stats
+    return {
+        "rank": trainer.args.process_index,
+        "context_rank": 0 if context is None else context.rank,
+        "planned": {"local_rank": trainer.args.local_process_index, "device": str(trainer.args.device)},
+        "observed": _observed(trainer.longstraw.bound.device),
+        "seconds": dict(stats.seconds),
+        "captured_tokens": stats.captured_tokens,
+        "replayed_tokens": stats.replayed_tokens,
+        "swept_tokens": stats.swept_tokens,
+    }
+
+
+def _observed(device: torch.device) -> dict[str, Any]:
     """The accelerator that a rank really has."""
     if device.type != "cuda":
         return {"device": str(device), "name": None, "uuid": None}

@@ -48,6 +48,8 @@ class RunRecord:
         self.folder = Path(output_dir) / RUN
         self.rank = rank
         self.writes = writes
+        self.active = False
+        """Between `begin` and `close`: steps that someone takes by hand outside of `train()` leave nothing behind."""
         self.journal: Journal | None = None
         self.step = 0
         """TRL's `global_step`, the updates that are closed."""
@@ -57,7 +59,7 @@ class RunRecord:
 
         An old folder of a run that is not continued is moved aside, not deleted.
         """
-        self.step = step
+        self.step, self.active = step, True
         if not self.writes:
             self.folder.mkdir(parents=True, exist_ok=True)
             return
@@ -138,6 +140,9 @@ class RunRecord:
                 ranks_sha256=sha256,
                 memory_sha256=file_sha256(memory) if memory.exists() else None,
             )
+
+    def close(self) -> None:
+        self.active, self.journal = False, None
 
     @contextmanager
     def memory(self, phase: str, device: torch.device) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..lora import is_lora_parameter
-from ..types import CausalLM
+from ..types import CausalLM, local
 
 _SAMPLE_BYTES = 65536
 _LARGEST = 16
@@ -30,8 +30,8 @@ def adapter_digest(model: CausalLM) -> str:
 
 
 def frozen_digest(model: CausalLM) -> str:
-    """Of the first 64 KiB of every frozen weight: cheap, and different for different checkpoints."""
-    frozen = ((n, p) for n, p in model.named_parameters() if not p.requires_grad)
+    """Of the first 64 KiB of every frozen weight that this rank holds: cheap, and another for other checkpoints."""
+    frozen = ((n, local(p)) for n, p in model.named_parameters() if not p.requires_grad)
     return tensors_digest((n, p.detach().flatten()[: _SAMPLE_BYTES // p.element_size()]) for n, p in frozen)
 
 
