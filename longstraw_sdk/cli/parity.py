@@ -36,12 +36,23 @@ def parity(
     page_tokens: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 8,
     adapter: Annotated[str | None, typer.Option(help="module:Class; picked by model type if unset.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of prompt, responses, loss weights and LoRA.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Write a report: all figures, models and versions, under one sha256.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Compare nothing; check the sha256 of a report.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of a table.")] = False,
 ) -> None:
     """Compare log-probs and LoRA gradients of replay with conventional autograd; exit 1 if a bound is passed.
 
     The conventional side holds the whole graph of the whole sequence, so keep --prompt-tokens to what fits.
     """
+    if check is not None:
+        from ..evidence.parity_report import read_report
+
+        report = read_report(check)
+        failed = [row for row in report["rows"] if not row["passed"]]
+        typer.echo(f"{len(report['rows'])} comparisons, {len(failed)} failed; sha256 {report['sha256']}")
+        raise typer.Exit(1 if failed else 0)
     from ..evidence.parity import ParityCase, check_parity
 
     unknown = [m for m in mode or () if m not in _MODES]
@@ -52,9 +63,14 @@ def parity(
     except ValueError:
         raise ConfigurationError(f"--response-tokens {response_tokens!r} must be lengths such as 7,23,12,1") from None
     results = []
+    models = {}
     names = model or ["qwen36", "llama", "qwen3"]
     for name in names:
         subject, chosen = _load(name, adapter, seed)
+        if output is not None:
+            from ..evidence.model_snapshot import model_snapshot
+
+            models[name] = model_snapshot(subject)
         for one_dtype, one_mode in itertools.product(dtype or ["float64", "float32", "bfloat16"], mode or list(_MODES)):
             scope, prefix_adapter = _MODES[one_mode]
             case = ParityCase(
@@ -71,8 +87,15 @@ def parity(
             results.append((name, one_mode, result))
             if not as_json:
                 _print_row(name, one_mode, result, first=len(results) == 1)
+    rows = [{"model": n, "mode": m} | r.as_dict() for n, m, r in results]
+    if output is not None:
+        from ..evidence.parity_report import write_report
+
+        sha256 = write_report(output, rows, models)
+        if not as_json:
+            typer.echo(f"{output}: sha256 {sha256}")
     if as_json:
-        typer.echo(json.dumps([{"model": n, "mode": m} | r.as_dict() for n, m, r in results], indent=2))
+        typer.echo(json.dumps(rows, indent=2))
     if not all(result.passed for _, _, result in results):
         raise typer.Exit(1)
 
