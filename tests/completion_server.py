@@ -35,6 +35,7 @@ class Served:
     serve_stale: bool = False
     """Go on serving the weights of the adapter that was loaded first, whatever is asked for."""
     slow_seconds: float = 0.0
+    status: int = 200
     url: str = ""
 
     def load(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def completion_server(**options: Any) -> Iterator[Served]:
             if self.path in served.faults:
                 found = served.faults[self.path](found)
             data = found if isinstance(found, bytes) else json.dumps(found).encode()
-            self.send_response(200)
+            self.send_response(served.status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             try:

@@ -218,7 +218,16 @@ def test_the_key_is_sent_and_nowhere_else(request_of, monkeypatch):
         with pytest.raises(SamplerError) as error:
             sampler.sample(request_of)
     assert served.headers[-1]["Authorization"] == "Bearer s3cret"
+    assert served.headers[-1]["Accept-Encoding"] == "identity"
     assert "s3cret" not in str(error.value) + json.dumps(sampler.describe()) + repr(vars(sampler))
+
+
+def test_a_refusal_is_told_without_the_key(request_of, monkeypatch):
+    monkeypatch.setenv("SAMPLER_KEY", "s3cret")
+    with completion_server(status=401) as served, pytest.raises(SamplerError) as error:
+        served.complete = lambda body: b"who is Bearer s3cret?"
+        HttpSampler(served.url, load_adapter=False, api_key_variable="SAMPLER_KEY").sample(request_of)
+    assert "returned 401: who is Bearer ...?" in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://me:s3cret@host:1"])

@@ -20,6 +20,8 @@ from .protocol import Completion, RolloutRequest, checked
 _BYTES_PER_TOKEN = 512
 """Of an answer: an id and a log-prob take about 30, the text and the list of top log-probs beside them more."""
 
+CONNECTION_RETRIES = 4
+
 
 class HttpSampler:
     """Implements `Sampler` by `POST /v1/completions`.
@@ -155,13 +157,17 @@ class HttpSampler:
         return found
 
     def _call(self, method: str, path: str, body: object, max_bytes: int) -> bytes:
-        """The answer's body. Bounded in size, and in time as a whole: a server that sends slowly ends too."""
+        """The answer's body. Bounded in size, and in time as a whole: a server that sends slowly ends too.
+
+        A connection is tried `CONNECTION_RETRIES` times more before that is an error; a request is sent once.
+        """
         import httpx2
 
         deadline = time.monotonic() + self.timeout_seconds
+        transport = httpx2.HTTPTransport(retries=CONNECTION_RETRIES)
         try:
             with (
-                httpx2.Client(timeout=self.timeout_seconds, follow_redirects=False) as client,
+                httpx2.Client(timeout=self.timeout_seconds, follow_redirects=False, transport=transport) as client,
                 client.stream(method, self.base_url + path, json=body, headers=self._headers()) as response,
             ):
                 data = bytearray()
@@ -175,10 +181,15 @@ class HttpSampler:
             raise SamplerError(f"{method} {self.base_url}{path} failed: {type(error).__name__}: {error}") from error
         if response.status_code != 200:
             said = bytes(data[:500]).decode("utf-8", "replace")
+            if key := self._key():
+                said = said.replace(key, "...")
             raise SamplerError(f"{method} {self.base_url}{path} returned {response.status_code}: {said}")
         return bytes(data)
 
     def _headers(self) -> dict[str, str]:
-        if self.api_key_variable is None:
-            return {}
-        return {"Authorization": f"Bearer {os.environ.get(self.api_key_variable, '')}"}
+        key = self._key()
+        plain = {"Accept-Encoding": "identity"}  # what was packed could unfold beyond the bound
+        return plain if key is None else plain | {"Authorization": f"Bearer {key}"}
+
+    def _key(self) -> str | None:
+        return None if self.api_key_variable is None else os.environ.get(self.api_key_variable)
