@@ -279,7 +279,7 @@ class Prefix:
 
         Returns False if the whole prompt had to be captured, which is logged with the reason: its ids do not begin with
         those that are resident, or the weights changed since. Collected gradients must have been swept, and graphs of
-        earlier replays back-propagated.
+        earlier replays back-propagated. Where pages live was decided when the first prompt was captured.
         """
         core = self._core
         with in_step(core.context, "prompt", self._owner, prompt_ids):
@@ -293,6 +293,10 @@ class Prefix:
             reason = why_not_extend(core.bound, self._state, prompt_ids[:-1])
             if reason is None and self.stale:
                 reason = "the weights or positions changed since it was captured"
+            if torch.is_inference_mode_enabled():
+                raise LifecycleError("a prompt cannot be extended in torch.inference_mode(); no_grad is fine")
+            if reason is None:
+                self._check_usable()
         self._epoch += 1
         self.prompt_ids = prompt_ids
         if reason is not None:
@@ -300,7 +304,6 @@ class Prefix:
             self._state.release()
             self._capture()
             return False
-        self._check_usable()
         with self._adapters(), core.stats.timed("capture", core.bound.device):
             core.stats.captured_tokens += extend_prefix(
                 core.bound,

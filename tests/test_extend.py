@@ -155,6 +155,17 @@ def test_what_would_lose_a_gradient_is_refused(opened):
     session.finalize()
 
 
+def test_a_refusal_changes_nothing(opened):
+    model, _, prefix = opened
+    before = torch.cat(prefix.score(ROWS))
+    with model.disable_adapter(), pytest.raises(StaleStateError, match="was captured with adapters"):
+        prefix.extend(TEXT)
+    with torch.inference_mode(), pytest.raises(LifecycleError, match="inference_mode"):
+        prefix.extend(TEXT)
+    assert prefix.n_tokens == 37
+    assert torch.equal(torch.cat(prefix.score(ROWS)), before)
+
+
 def test_a_failure_gives_the_pages_back(opened, monkeypatch):
     _, session, prefix = opened
     stock = session.adapter.forward

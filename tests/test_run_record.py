@@ -22,7 +22,7 @@ from longstraw_sdk.evidence.journal import START, Journal, seal
 from longstraw_sdk.evidence.manifest import MANIFEST, write_manifest
 from longstraw_sdk.evidence.verify import verify_run
 from longstraw_sdk.rollout import HttpSampler
-from longstraw_sdk.trainers import outside_sampling
+from longstraw_sdk.trainers import outside_sampling, run_facts
 
 UPDATE = ["sampled", "scored", "rewarded", "replayed", "finalized", "stepped", "saved"]
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
@@ -86,6 +86,72 @@ def test_rewards_that_are_missing_are_nobodys_advantage(tmp_path):
 
     trl_setup.our_trainer(tmp_path, max_steps=1, reward=some).train()
     assert verify_run(tmp_path)
+
+
+@pytest.mark.parametrize(("n", "reward"), [(6, 0.3), (7, 0.7), (7, 1000.1)])
+def test_equal_rewards_are_rounded_and_honest(tmp_path, n, reward):
+    """The float32 mean of equal rewards is off in its last digit, and the advantages are that digit divided by 1e-4."""
+
+    def equal(completions, **kwargs):
+        return [reward] * len(completions)
+
+    sizes = {"num_generations": n, "per_device_train_batch_size": n, "gradient_accumulation_steps": 1, "max_steps": 1}
+    trl_setup.our_trainer(tmp_path, reward=equal, **sizes).train()
+    verify_run(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
+def test_a_run_that_goes_on_within_a_generation_batch_can_be_checked(tmp_path, options):
+    options = SAVING | {"gradient_accumulation_steps": 1, "max_steps": 2} | options
+    trl_setup.our_trainer(tmp_path, **options).train()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    trl_setup.our_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+    assert stages(tmp_path).count("began") == 2 and not (tmp_path / "run-1").exists()
+    assert "3 updates in order" in "\n".join(verify_run(tmp_path)), "the second was taken twice"
+
+
+def test_a_checkpoint_of_another_folder_begins_a_run_of_its_own(tmp_path):
+    first = {"gradient_accumulation_steps": 1, **SAVING, "max_steps": 1}
+    trl_setup.our_trainer(tmp_path / "a", **first).train()
+    trl_setup.our_trainer(tmp_path / "b", **(first | {"seed": 5})).train()
+    trainer = trl_setup.our_trainer(tmp_path / "b", **(first | {"max_steps": 2}))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert (tmp_path / "b" / "run-1").exists()
+    found = "\n".join(verify_run(tmp_path / "b", checkpoints=False))
+    assert "1 updates in order" in found
+
+
+def test_a_journal_that_is_cut_off_is_read_to_there(finished, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    with (folder / "run" / "journal.jsonl").open("a") as journal:
+        journal.write('{"seq": 99, "sta')
+    assert "ends in the middle of an entry" in "\n".join(verify_run(folder))
+    shutil.copytree(folder / "checkpoint-1", folder / "checkpoint-99")
+    assert "not of this run: checkpoint-99" in "\n".join(verify_run(folder))
+
+
+def test_responses_of_a_rollout_function_are_on_record(tmp_path):
+    def rollout(prompts, trainer):
+        ids = [trainer._tokenizer(p)["input_ids"] for p in prompts]
+        return {"prompt_ids": ids, "completion_ids": [[5, 6 + i % 3, 1] for i in range(len(ids))], "logprobs": None}
+
+    trl_setup.our_trainer(tmp_path, max_steps=1, rollout_func=rollout).train()
+    verify_run(tmp_path)
+    entries = Journal(tmp_path / "run" / "journal.jsonl").entries
+    assert [e["sampler"]["name"] for e in entries if e["stage"] == "sampled"] == ["rollout_func"] * 2
+
+
+def test_secrets_are_not_written():
+    given = {
+        "hub_token": "s3cret",
+        "pad_token": "<pad>",
+        "a": [{"token": "s3cret", "api_key": "s3cret"}],
+        "token": None,
+    }
+    found = run_facts._finite(given | {"num_tokens": 3})
+    assert "s3cret" not in json.dumps(found)
+    assert found["pad_token"] == "<pad>" and found["num_tokens"] == 3 and found["token"] is None
 
 
 # Tampering
@@ -329,6 +395,11 @@ def test_a_sampler_with_a_stale_adapter_is_caught(tmp_path):
             trainer.train()
     assert stages(tmp_path).count("stepped") >= 1, "the first policy is the one that is served"
     assert stages(tmp_path)[-1] in ("sampled", "scored", "rewarded"), "nothing was replayed after it was caught"
+    with completion_server() as served:
+        trainer = outside(tmp_path, served, learning_rate=30.0, sampler={"max_logprob_difference": 0.05})
+        trainer.train(resume_from_checkpoint=True)
+        assert "/v1/completions" in served.events, "what was refused is drawn anew"
+    verify_run(tmp_path)
 
 
 def test_what_a_server_drew_is_used_again_after_a_crash(tmp_path):

@@ -65,6 +65,9 @@ def test_exports_have_an_identity_and_few_stay(tmp_path):
     assert len({e.sha256 for e in found}) == 4
     assert {p.name for p in tmp_path.iterdir()} == {e.name for e in found[-2:]}
     found[-1].verify()
+    (found[-1].path / "adapter_config.json").unlink()
+    assert export_adapter(model, tmp_path) == found[-1], "one that a power failure cut off is written again"
+    found[-1].verify()
     (found[-1].path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(SamplerError, match="changed after it was exported"):
         found[-1].verify()
@@ -96,6 +99,7 @@ def test_an_answer_that_fits_is_taken(request_of):
         (Completion((4, 1), (float("nan"), -1.0)), "log-prob of token 0 is nan"),
         (Completion((4, 1), (None, -1.0)), "log-prob of token 0 is None"),
         (Completion((4, 1), (-1.0, 0.5)), "log-prob of token 1 is 0.5"),
+        (Completion((4, 1), (-(10**400), -1.0)), "log-prob of token 0 is -1000"),
         (Completion((1, 4, 1), (-1.0,) * 3), "goes on behind the stop token 1 at place 0"),
         (Completion((4, 5), (-1.0,) * 2), "ends after 2 of 6 tokens without a stop token"),
     ],
@@ -172,10 +176,16 @@ def other_prompt(answer):
 
 
 COMPLETIONS = {
-    "returned no token_ids": [without("token_ids"), without("prompt_token_ids"), without("logprobs")],
+    "returned no token_ids": [
+        *(without(name) for name in ("token_ids", "prompt_token_ids", "logprobs")),
+        lambda answer: answer | {"choices": [choice | {"logprobs": [1]} for choice in answer["choices"]]},
+    ],
     "answered another prompt than prompt 0": [other_prompt],
     "answered as model 'base'": [lambda answer: answer | {"model": "base"}],
-    "returned no list of choices": [lambda answer: answer | {"choices": None}],
+    "returned no list of choices": [
+        lambda answer: answer | {"choices": None},
+        lambda answer: answer | {"choices": [{"index": "0"}, {"index": 1}]},
+    ],
     "1 responses to prompt 0; 3": [lambda answer: answer | {"choices": answer["choices"][:1]}],
     "did not return JSON": [lambda answer: b"<html>"],
     "returned a list, not an object": [lambda answer: []],

@@ -80,6 +80,11 @@ def test_every_damage_is_told(folder, told, damage):
     assert told in problem
 
 
+def test_a_note_may_be_added_later(folder):
+    (folder / "evaluation.json").write_text("{}")
+    assert problems_of(folder) == []
+
+
 def test_a_link_is_refused_when_the_manifest_is_written(folder):
     (folder / "link").symlink_to(folder / "weights")
     with pytest.raises(InputError, match="symbolic link"):

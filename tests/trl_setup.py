@@ -77,6 +77,7 @@ def our_trainer(
     adapter=None,
     callbacks=None,
     sampler=None,
+    rollout_func=None,
     **options,
 ) -> LongStrawGRPOTrainer:
     return LongStrawGRPOTrainer(
@@ -88,6 +89,7 @@ def our_trainer(
         adapter=adapter,
         callbacks=callbacks,
         sampler=sampler,
+        rollout_func=rollout_func,
     )
 
 

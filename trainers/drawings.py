@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +21,10 @@ from .expert_shards import whole_adapter
 from .outside_sampling import drawn, from_first, once_each, parked
 from .rollout_store import (
     Rollouts,
+    Stored,
     find_rollouts,
     random_state,
+    refuse_rollouts,
     restore_random_state,
     rollouts_name,
     store_rollouts,
@@ -41,6 +45,7 @@ class Drawings:
         self.trainer = trainer
         self.sampler = sampler
         self._n = 0
+        self._stored: list[Stored] = []
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -53,7 +58,7 @@ class Drawings:
 
     def begin(self) -> None:
         """A generation batch begins; tool calls draw several times for one."""
-        self._n = 0
+        self._n, self._stored = 0, []
 
     def describe(self) -> dict[str, Any]:
         return {"name": "resident"} if self.sampler is None else self.sampler.describe()
@@ -66,9 +71,11 @@ class Drawings:
         trainer = self.trainer
         draw = self._from_state if self.sampler is None else self._from_sampler
         if not (trainer.model.training and trainer._run.active):
-            return draw(prompts, n)
+            rollouts = draw(prompts, n)
+            self._n += 1
+            return rollouts
         device, policy = trainer.accelerator.device, adapter_digest(trainer.model)
-        path = trainer._run.folder / ROLLOUTS / rollouts_name(trainer._step, self._n, self._context)
+        path = self._path
         request = self._request(prompts, n, policy)
         stored = from_first(self._group, lambda: find_rollouts(path, request))
         if stored is None:
@@ -77,9 +84,32 @@ class Drawings:
         else:
             logger.info("%s: responses of an interrupted update are used again", stored.path)
             restore_random_state(stored.random_state, device)
-        trainer._run.sampled(stored, self._n, self.describe(), policy)
-        self._n += 1
+        self._keep(stored, self.describe(), policy)
         return stored.rollouts
+
+    @property
+    def _path(self) -> Path:
+        return self.trainer._run.folder / ROLLOUTS / rollouts_name(self.trainer._step, self._n, self._context)
+
+    def _keep(self, stored: Stored, sampler: dict[str, Any], policy: str) -> None:
+        self.trainer._run.sampled(stored, self._n, sampler, policy)
+        self._stored.append(stored)
+        self._n += 1
+
+    def note(self, prompts: Prompts, token_ids: list[list[int]], logprobs: list[list[float]] | None) -> None:
+        """Write down what TRL's `rollout_func` drew, which cannot be used again: it may draw as it likes."""
+        trainer = self.trainer
+        if trainer.model.training and trainer._run.active:
+            sampler, policy = {"name": "rollout_func"}, adapter_digest(trainer.model)
+            request = {"step": trainer._step, "sampler": sampler, "adapter_sha256": policy}
+            rollouts, device = Rollouts(token_ids, logprobs), trainer.accelerator.device
+            stored = from_first(self._group, lambda: store_rollouts(self._path, request, prompts, rollouts, device))
+            self._keep(stored, sampler, policy)
+
+    def refuse(self) -> None:
+        """What was drawn for this generation batch must not be used again."""
+        for stored in self._stored:
+            from_first(self._group, partial(refuse_rollouts, stored.path))
 
     def _request(self, prompts: Prompts, n: int, policy: str) -> dict[str, Any]:
         """What decides the responses: equal for a drawing and its repetition after a crash, and for nothing else."""
@@ -147,9 +177,9 @@ class Drawings:
         return Rollouts([list(c.token_ids) for c in completions], [list(c.logprobs) for c in completions])
 
     def _export(self) -> ExportedAdapter:
-        """The policy below the run folder, written by the main process for all."""
+        """The policy below the run folder, written by the first rank of each context: they draw at their own times."""
         trainer = self.trainer
         weights = whole_adapter(trainer.model, trainer.longstraw.adapter) if trainer._spread else None
-        model, folder = trainer.accelerator.unwrap_model(trainer.model), trainer._run.folder.absolute() / "adapters"
-        everyone = dist.group.WORLD if trainer.args.world_size > 1 else None
-        return from_first(everyone, lambda: export_adapter(model, folder, weights))
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        folder = trainer._run.folder.absolute() / "adapters" / f"context{self._context}"
+        return from_first(self._group, lambda: export_adapter(model, folder, weights))

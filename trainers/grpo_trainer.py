@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 
 from longstraw_sdk.adapter import ResidentStateAdapter
 from longstraw_sdk.backends import fsdp_is_ours, make_backend
-from longstraw_sdk.errors import ConfigurationError, InputError, NumericsError
+from longstraw_sdk.errors import ConfigurationError, InputError, NumericsError, SamplerError
 from longstraw_sdk.evidence.digests import adapter_digest, gradient_witness, row_identity
 from longstraw_sdk.evidence.manifest import write_manifest
 from longstraw_sdk.evidence.model_snapshot import model_snapshot
@@ -39,7 +39,7 @@ from .contexts import ContextAccelerator, NoReward, as_own_rng_state, context_rn
 from .drawings import Drawings
 from .expert_shards import own_adapter, share_optimizer_state, whole_adapter
 from .grpo_config import LongStrawGRPOConfig
-from .outside_sampling import check_difference, check_options
+from .outside_sampling import check_contexts, check_difference, check_options
 from .rewards import checked_rewards
 from .rollout_state import load_rollouts, save_rollouts
 from .rows import Row, unpadded
@@ -85,8 +85,10 @@ class _StepsClosed(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer._run.journal is not None:
-            self.trainer._run.stepped(state.global_step, adapter_digest(self.trainer.model))
+        record = self.trainer._run
+        if record.journal is not None:
+            record.stepped(adapter_digest(self.trainer.model), state.global_step)
+        record.step = state.global_step
 
 
 class LongStrawGRPOTrainer(GRPOTrainer):
@@ -187,6 +189,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._complete: list[_PrefixKey] = []
         self._record = self._new_record()
         if sampler is not None:
+            check_contexts(sampler, self.accelerator.num_processes, spread=self._spread)
             self.use_vllm = True  # to TRL's loss and metrics; nothing else of it is left after construction
         self._run = RunRecord(args.output_dir, args.process_index, writes=self.accelerator.is_main_process)
         self._drawings = Drawings(self, sampler)
@@ -260,6 +263,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     def _generate(self, prompts):
         self._drawings.begin()
         output = super()._generate(prompts)
+        if self.rollout_func is not None:
+            self._drawings.note(output[0], output[1], output[4])
         # Tool calls sample from prompts that grow turn by turn; only the final ones are trained on.
         wanted = {_key_of(torch.tensor(ids)) for ids in output[0]}
         for key in [key for key in self._prefixes if key[0] not in wanted]:
@@ -356,7 +361,11 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             self.longstraw.adapter.forget()
         output = super()._generate_and_score_completions(inputs)
         if self._drawings.sampler is not None:
-            check_difference(self._drawings.sampler, output, self.accelerator.gather)
+            try:
+                check_difference(self._drawings.sampler, output, self.accelerator.gather)
+            except SamplerError:
+                self._drawings.refuse()
+                raise
         if self.model.training:
             self._run.rewarded(f"{self._step:08d}.rewards.json", describe_rewards(self, output["advantages"]))
             masks = output["prompt_mask"].bool()
@@ -432,9 +441,11 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         step = 0
         if checkpoint is not None:
             step = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).global_step
-        request = describe_run(self, self._drawings.describe()) if self._run.writes else {}
-        model = model_snapshot(self.model, earlier_model(self._run.folder)) if self._run.writes else {}
-        self._run.begin(request, model, checkpoint, step)
+        if self._run.writes:
+            request = describe_run(self, self._drawings.describe())
+            model = model_snapshot(self.model, earlier_model(self._run.folder))
+            self._run.open(request, model, checkpoint, step)
+        self._run.step, self._run.active = step, True
         self.accelerator.wait_for_everyone()  # until the folder is there
         if self.longstraw.stats.observer is None:
             self.longstraw.stats.observer = partial(self._run.memory, device=self.accelerator.device)

@@ -37,6 +37,16 @@ def check_options(sampler: Sampler, args: Any, rollout_func: object) -> None:
         )
 
 
+def check_contexts(sampler: Sampler, n_contexts: int, *, spread: bool) -> None:
+    """Raise `ConfigurationError` where contexts, which draw at their own times, would be in each other's way."""
+    if n_contexts > 1 and (sampler.exclusive or spread):
+        what = "experts spread over ranks" if spread else "a sampler that gives its devices up between drawings"
+        raise ConfigurationError(
+            f"{n_contexts} contexts (ranks with prompts of their own) and {what}: contexts draw at their own times; "
+            "use one context"
+        )
+
+
 def once_each(prompt_ids: Sequence[Sequence[int]], n: int) -> tuple[list[tuple[int, ...]], int]:
     """The prompts of a batch that has each `n` times in a row, and `n`; all of them and 1 if it has not."""
     rows = [tuple(ids) for ids in prompt_ids]
@@ -91,8 +101,9 @@ def from_first(group: Any, run: Callable[[], T]) -> T:
     if dist.get_rank(group) == 0:
         try:
             box = [run(), None]
-        except LongStrawError as error:
-            box = [None, error]
+        except Exception as error:  # whatever it is, the others wait for an answer
+            told = isinstance(error, LongStrawError)
+            box = [None, error if told else SamplerError(f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     if box[1] is not None:
         raise box[1]

@@ -66,6 +66,8 @@ def find_rollouts(path: Path, request: Mapping[str, Any]) -> Stored | None:
     for candidate in alternatives(path):
         if not candidate.exists():
             return None
+        if _refusal(candidate).exists():
+            continue
         content = read_json(candidate)
         try:
             if content["format"] == FORMAT and content["request_sha256"] == wanted:
@@ -76,6 +78,15 @@ def find_rollouts(path: Path, request: Mapping[str, Any]) -> Stored | None:
         except (KeyError, TypeError) as error:
             raise InputError(f"{candidate} is no file of rollouts: {error}; remove it to draw anew") from error
     raise AssertionError("there is always another name")
+
+
+def refuse_rollouts(path: Path) -> None:
+    """Let `find_rollouts` pass over `path`, which stays as evidence."""
+    _refusal(path).touch()
+
+
+def _refusal(path: Path) -> Path:
+    return path.with_suffix(".refused")
 
 
 def store_rollouts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from importlib import metadata
 from typing import Any
 
@@ -78,9 +79,14 @@ def _version(package: str) -> str | None:
         return None
 
 
+_SECRETS = re.compile(r"(^|_)(token|auth_token|access_token|api_key|secret|password)$")
+_NO_SECRETS = re.compile(r"^(pad|eos|bos|unk|mask|sep|cls|image)_token$")
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        hidden = {name for name in value if _SECRETS.search(str(name)) and not _NO_SECRETS.match(str(name))}
+        return {n: "<hidden>" if n in hidden and v is not None else _finite(v) for n, v in value.items()}
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -49,21 +49,19 @@ class RunRecord:
         self.rank = rank
         self.writes = writes
         self.active = False
-        """Between `begin` and `close`: steps that someone takes by hand outside of `train()` leave nothing behind."""
+        """While `train()` runs: steps that someone takes by hand outside of `train()` leave nothing behind."""
         self.journal: Journal | None = None
         self.step = 0
         """TRL's `global_step`, the updates that are closed."""
 
-    def begin(self, request: Mapping[str, Any], model: Mapping[str, Any], checkpoint: str | None, step: int) -> None:
-        """Open the folder: a new one, or the one of the run that `checkpoint` continues.
+    def open(self, request: Mapping[str, Any], model: Mapping[str, Any], checkpoint: str | None, step: int) -> None:
+        """Begin the folder, or go on in the one of the run whose `checkpoint` lies beside it.
 
         An old folder of a run that is not continued is moved aside, not deleted.
         """
-        self.step, self.active = step, True
-        if not self.writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            return
-        if checkpoint is None and self.folder.exists():
+        manifest = None if checkpoint is None else Path(checkpoint, MANIFEST)
+        goes_on = checkpoint is not None and Path(checkpoint).resolve().parent == self.folder.parent.resolve()
+        if not goes_on and self.folder.exists():
             n = 1
             while (aside := self.folder.with_name(f"{RUN}-{n}")).exists():
                 n += 1
@@ -76,6 +74,7 @@ class RunRecord:
             request_sha256=write_json(self.folder / REQUEST, request),
             model_sha256=write_json(self.folder / MODEL, model),
             checkpoint=None if checkpoint is None else Path(checkpoint).name,
+            manifest_sha256=file_sha256(manifest) if manifest is not None and manifest.exists() else None,
             update=step,
         )
 
@@ -116,8 +115,7 @@ class RunRecord:
             facts = {"gradient_sha256": witness["sha256"], "norm": witness["norm"]}
             self._append("finalized", update=self.step, witness_sha256=sha256, reductions=list(reductions), **facts)
 
-    def stepped(self, step: int, adapter_sha256: str) -> None:
-        self.step = step
+    def stepped(self, adapter_sha256: str, step: int) -> None:
         self._append("stepped", update=step, adapter_sha256=adapter_sha256)
 
     def saved(self, checkpoint: Path) -> None:
@@ -162,8 +160,12 @@ class RunRecord:
                     "allocated_bytes": torch.cuda.memory_allocated(device),
                     "peak_bytes": torch.cuda.max_memory_allocated(device),
                 }
-            with (self.folder / memory_name(self.rank)).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)  # of another node
+                with (self.folder / memory_name(self.rank)).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError as error:
+                logger.warning("the memory trace is not complete: %s", error)
 
 
 def memory_name(rank: int) -> str:
@@ -172,9 +174,9 @@ def memory_name(rank: int) -> str:
 
 
 def earlier_model(folder: Path) -> dict[str, Any] | None:
-    """The model snapshot of the run that is continued, if it can be read."""
+    """The model snapshot in a run folder, if it can be read."""
     try:
-        found: dict[str, Any] = read_json(folder / RUN / MODEL)
+        found: dict[str, Any] = read_json(folder / MODEL)
     except InputError:
         return None
     return found

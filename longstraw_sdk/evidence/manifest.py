@@ -14,6 +14,9 @@ from ..errors import InputError
 MANIFEST = "checkpoint-manifest.json"
 FORMAT = 1
 
+NOTES = (".csv", ".html", ".json", ".jsonl", ".log", ".md", ".png", ".txt", ".yaml")
+"""Files of these kinds may be added later, as callbacks do when a checkpoint was saved; nothing is loaded from them."""
+
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> Path:
     """Hash every file below `folder`, see that it is on the disk, and write `MANIFEST` beside them, all or nothing.
@@ -56,7 +59,9 @@ def problems_of(folder: Path) -> list[str]:
         present = {str(path) for path in _files(folder)}
     except InputError as error:
         return [str(error)]
-    problems = [f"{name} is not in the manifest" for name in sorted(present - set(listed))]
+    problems = [
+        f"{name} is not in the manifest" for name in sorted(present - set(listed)) if Path(name).suffix not in NOTES
+    ]
     for name, wanted in sorted(listed.items()):
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts:

@@ -34,10 +34,14 @@ def verify_run(folder: Path, *, checkpoints: bool = True) -> list[str]:
     path = folder / JOURNAL
     if path.is_symlink() or not path.is_file():
         raise Broken(f"{path} is missing: this is no run folder")
-    entries = list(parse(path.read_bytes(), path))
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    entries = list(parse(whole, path))
     if not entries:
         raise Broken(f"{path} is empty")
     found = [f"{len(entries)} journal entries seal each other"]
+    if len(whole) < len(data):
+        found.append("the journal ends in the middle of an entry: the run was cut off there, or writes it now")
     state = _Run(folder)
     for entry in entries:
         state.take(entry)
@@ -69,6 +73,8 @@ class _Run:
         self.rows: set[str] = set()
         self.n_rows = 0
         self.tools = False
+        self.closed: dict[int, tuple[set[str], bool]] = {}
+        """By closed update, responses of the generation batches that it was made of: the next may go on with them."""
         self.since_step: list[str] = []
         self.began = False
         self.n_updates = self.n_generations = self.n_reused = self.n_replayed = 0
@@ -98,14 +104,14 @@ class _Run:
     def _began(self, entry: Entry) -> None:
         """A first start, or one from a checkpoint, which rolls back what came after it."""
         update = entry["update"]
-        known = {0: self.policies.get(0)} | self.policies
         if self.began and entry["checkpoint"] is None:
             raise Broken("a journal holds one run, but a second one began without a checkpoint")
-        if self.began and update and update not in known:
+        if self.began and update not in self.closed:
             raise Broken(f"it goes on from update {update}, which was never closed")
         self.began, self.update = True, update
-        self.policy = known.get(update)
-        self.rows, self.since_step = set(), []
+        self.policy = self.policies.get(update)
+        self.rows, self.tools = self.closed.setdefault(update, (set(), False))
+        self.since_step = []
 
     def _same_update(self, entry: Entry) -> None:
         if entry["update"] != self.update:
@@ -168,6 +174,7 @@ class _Run:
             raise Broken("the optimizer stepped on a gradient that was not finalized")
         self.update = entry["update"]
         self.policy = self.policies[self.update] = entry["adapter_sha256"]
+        self.closed[self.update] = (self.rows, self.tools)
         self.since_step = []
         self.n_updates += 1
 
@@ -188,18 +195,23 @@ def _check_advantages(content: Mapping[str, Any]) -> None:
         return
     n, scale = content["num_generations"], content["scale_rewards"]
     totals = [_total(row, content["weights"]) for row in content["rewards"]]
-    wanted = []
+    wanted: list[float] = []
+    rounding: list[float] = []
     for start in range(0, len(totals), n):
         group = totals[start : start + n]
         spread = _spread(totals if scale == "batch" else group)
         mean = _mean(group)
         scaled = 1.0 if scale == "none" else spread + 1e-4
         wanted += [0.0 if math.isnan(t) else (t - mean) / scaled for t in group]
+        # A float32 mean of equal rewards is off by its rounding, which is then divided by the same.
+        rounding += [2.0**-22 * n * max((abs(t) for t in group if not math.isnan(t)), default=0.0) / scaled] * len(
+            group
+        )
     first = content["first_row"]
     found = content["advantages"]
-    own = wanted[first : first + len(found)]
+    own, allowed = wanted[first : first + len(found)], rounding[first : first + len(found)]
     if len(own) != len(found) or any(
-        abs(a - b) > _TOLERANCE * max(1.0, abs(b)) for a, b in zip(found, own, strict=True)
+        not abs(a - b) <= _TOLERANCE * max(1.0, abs(b)) + c for a, b, c in zip(found, own, allowed, strict=True)
     ):
         raise Broken("the advantages do not follow from the rewards")
 
@@ -234,21 +246,28 @@ def _last_update(folder: Path, entries: Sequence[Entry]) -> list[str]:
 
 
 def _checkpoints(folder: Path, entries: Sequence[Entry]) -> Iterator[str]:
-    saved = {entry["checkpoint"]: entry for entry in entries if entry["stage"] == "saved"}
-    if saved:
-        last = list(saved.values())[-1]
-        read_json(folder / MANIFEST, last["copy_sha256"])
+    saved: dict[str, set[str]] = {}
+    for entry in entries:
+        # A run that dies between a manifest and its entry goes on from that checkpoint all the same.
+        if entry["stage"] in ("saved", "began") and entry["checkpoint"] is not None:
+            saved.setdefault(entry["checkpoint"], set()).add(entry["manifest_sha256"])
     present = 0
-    for name, entry in saved.items():
+    for name, manifests in saved.items():
         path = inside(folder.parent, name)
         if not path.is_dir():
             continue  # rotated away, or moved
         if problems := problems_of(path):
             raise Broken(f"{name}: {'; '.join(problems)}")
-        if file_sha256(path / MANIFEST) != entry["manifest_sha256"]:
+        if file_sha256(path / MANIFEST) not in manifests:
             raise Broken(f"{name} is whole, but it is not the one that this run saved")
         present += 1
+    last = next((entry for entry in reversed(entries) if entry["stage"] == "saved"), None)
+    if last is not None and entries[-1]["stage"] == "ended":
+        read_json(folder / MANIFEST, last["copy_sha256"])
     yield f"{present} of {len(saved)} saved checkpoints are there, whole and unchanged"
+    others = sorted(p.name for p in folder.parent.glob("checkpoint-*") if p.is_dir() and p.name not in saved)
+    if others:
+        yield f"not of this run: {', '.join(others)}"
 
 
 def _end(folder: Path, entry: Entry) -> Iterator[str]:

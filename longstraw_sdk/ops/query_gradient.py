@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib import metadata
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -107,7 +107,7 @@ def why_not_hopper(device: torch.device, dtype: torch.dtype, dim: int) -> str | 
     """What keeps the kernel for compute capability 9.0 from being used, or None after a trial on the device."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "it needs compute capability 9.0"
-    version = metadata.version("triton")
+    version = import_module("triton").__version__
     if not version.startswith(GLUON_VERSIONS):
         return f"it is written for triton {', '.join(v + 'x' for v in GLUON_VERSIONS)}, not {version}"
     from .query_gradient_hopper import DEPTHS, query_gradient_hopper

@@ -52,11 +52,9 @@ def export_adapter(
     )
     identity = adapter_identity(unfinished)
     exported = ExportedAdapter(root / f"longstraw-{identity[:16]}", identity)
-    if exported.path.exists():
-        shutil.rmtree(unfinished)
-        exported.verify()
-    else:
-        unfinished.rename(exported.path)
+    if exported.path.exists():  # of an earlier drawing, or cut off by a power failure
+        shutil.rmtree(exported.path)
+    unfinished.rename(exported.path)
     exported.path.touch()
     others = sorted((p for p in root.iterdir() if p.is_dir() and p != exported.path), key=lambda p: p.stat().st_mtime)
     for old in others[: max(0, len(others) + 1 - keep)]:

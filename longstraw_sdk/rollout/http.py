@@ -115,7 +115,7 @@ class HttpSampler:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
-            "seed": request.seed + i,
+            "seed": request.seed + i * request.n_completions,  # a server may count responses up from it
             "logprobs": 0,
             "stop_token_ids": list(request.stop_token_ids),
             "return_token_ids": True,
@@ -128,7 +128,9 @@ class HttpSampler:
                 f"{self.base_url} answered as model {answer.get('model')!r}, not as {request.adapter.name!r}"
             )
         choices = answer.get("choices")
-        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        if not isinstance(choices, list) or not all(
+            isinstance(choice, dict) and isinstance(choice.get("index", 0), int) for choice in choices
+        ):
             raise SamplerError(f"{self.base_url} returned no list of choices to prompt {i}")
         return [self._completion(choice, answer, ids, i) for choice in sorted(choices, key=lambda c: c.get("index", 0))]
 
@@ -136,7 +138,8 @@ class HttpSampler:
         self, choice: Mapping[str, Any], answer: Mapping[str, Any], ids: tuple[int, ...], i: int
     ) -> Completion:
         seen = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        tokens, found = choice.get("token_ids"), choice.get("logprobs")
+        logprobs = found.get("token_logprobs") if isinstance(found, dict) else None
         if not isinstance(seen, list) or not isinstance(tokens, list) or not isinstance(logprobs, list):
             raise SamplerError(
                 f"{self.base_url} returned no token_ids, prompt_token_ids or token_logprobs to prompt {i}; text is not "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,8 +123,8 @@ def _problem(request: RolloutRequest, completion: Completion) -> str | None:
     for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < request.vocab_size:
             return f"token {place} is {token!r}; allowed: integers from 0 below {request.vocab_size}"
-        if not isinstance(logprob, int | float) or not math.isfinite(logprob) or logprob > 1e-3:
-            return f"the log-prob of token {place} is {logprob!r}; allowed: finite numbers that are not positive"
+        if not isinstance(logprob, int | float) or not -1e6 < logprob <= 1e-3:
+            return f"the log-prob of token {place} is {logprob!r:.40}; allowed: finite numbers that are not positive"
         if token in request.stop_token_ids and place + 1 < len(ids):
             return f"it goes on behind the stop token {token} at place {place}"
     if len(ids) < request.max_new_tokens and ids[-1] not in request.stop_token_ids:
