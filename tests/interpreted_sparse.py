@@ -25,7 +25,7 @@ def draw(**sizes):
 
 def run(case, selected, view, n_backwards=1):
     leaves = [getattr(case, name).clone().requires_grad_() for name in INPUTS]
-    out = FusedSparseAttention.apply(*leaves, selected, view, case.scale)
+    out = FusedSparseAttention.apply(*leaves, selected, view, case.scale, False)
     for _ in range(n_backwards):
         out.backward(case.d_out.to(out.dtype), retain_graph=True)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -144,7 +144,7 @@ def poisoned():
     assert touched.tolist() == [[False] * 4, [True, False, False, False]]
     none = torch.empty(2, 0, 6, dtype=torch.long)
     empty = FusedSparseAttention.apply(
-        case.query_latent[:, :0], case.query_rope[:, :0], case.latent, case.key_rope, none, view_of(case), 1.0
+        case.query_latent[:, :0], case.query_rope[:, :0], case.latent, case.key_rope, none, view_of(case), 1.0, False
     )
     assert empty.shape == (2, 0, 3, 16)
 

@@ -113,6 +113,16 @@ def test_sizes_that_the_kernels_know():
     assert not any(knows_sizes(512, rope) for rope in (0, 8, 96, 256))
 
 
+@pytest.mark.parametrize(
+    ("rank", "rope_dim", "reason"),
+    [(512, 32, "not 512 and 32"), (128, 64, "not 128 and 64"), (512, 64, "capability 9, not 10")],
+)
+def test_what_the_kernel_for_hopper_cannot_serve_has_a_reason(monkeypatch, rank, rope_dim, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert reason in attention._why_not_hopper(None, CUDA, torch.bfloat16, 64, rank, rope_dim)
+    assert attention._why_not_hopper("off", CUDA, torch.bfloat16, 64, rank, rope_dim) == "off"
+
+
 @pytest.fixture
 def fused(monkeypatch):
     """Calls of the kernels, which here are the reference; nothing is against their kind of rows but the environment."""
@@ -120,7 +130,7 @@ def fused(monkeypatch):
 
     def apply(*given):
         calls.append(given)
-        return attention.sparse_latent_attention_reference(*given)
+        return attention.sparse_latent_attention_reference(*given[:-1])
 
     monkeypatch.setattr(attention, "_why", lambda off, *kind: off)
     monkeypatch.setattr(attention, "FusedSparseAttention", SimpleNamespace(apply=apply))
@@ -146,11 +156,14 @@ def test_the_variable_turns_them_off(fused, monkeypatch):
     selected = draw_selection(case)
     given = (*(getattr(case, name) for name in INPUTS), selected, view_of(case), case.scale)
     wanted = sparse_latent_attention(*given)
-    assert len(fused) == 1
+    assert [call[-1] for call in fused] == [False], "not the kernel for Hopper: it does not know latents of 5"
+    monkeypatch.setattr(attention, "why_not_hopper", lambda *given: None)
+    sparse_latent_attention(*given)
+    assert [call[-1] for call in fused] == [False, True]
     monkeypatch.setenv(VARIABLE, "off")
     assert reason_of(case) == "LONGSTRAW_KERNELS is 'off'"
     assert torch.equal(sparse_latent_attention(*given), wanted)
-    assert len(fused) == 1
+    assert len(fused) == 2
 
 
 # --- the trial ---
@@ -204,7 +217,7 @@ def blind_to_the_prefix(*given):
     ids=["sound", "scale", "rotary", "new rows", "prefix", "not selected", "unselected row", "drifts", "raises"],
 )
 def test_faulty_kernels_fail_their_trial(monkeypatch, kernels, reason):
-    monkeypatch.setattr(attention, "FusedSparseAttention", SimpleNamespace(apply=kernels))
+    monkeypatch.setattr(attention, "FusedSparseAttention", SimpleNamespace(apply=lambda *a: kernels(*a[:-1])))
     with torch.no_grad():  # as a capture calls it
         found = attention.tried(lambda: attention._trial(CPU, torch.float32, 3, 16, 16), CPU)
     assert found is None if reason is None else reason in found
@@ -212,6 +225,8 @@ def test_faulty_kernels_fail_their_trial(monkeypatch, kernels, reason):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: compiled kernels run on a GPU only")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n_heads", "rank", "rope_dim"), [(64, 512, 64), (128, 512, 64), (20, 256, 32), (3, 16, 16)])
+@pytest.mark.parametrize(("n_heads", "rank", "rope_dim"), [(64, 512, 64), (128, 512, 64), (20, 256, 64), (3, 16, 16)])
 def test_kernels_pass_their_trial(dtype, n_heads, rank, rope_dim):
     assert attention._why(None, CUDA, dtype, n_heads, rank, rope_dim) is None
+    if attention.hopper_knows(rank, rope_dim) and torch.cuda.get_device_capability()[0] == 9:
+        assert attention._why_not_hopper(None, CUDA, dtype, n_heads, rank, rope_dim) is None

@@ -23,7 +23,7 @@ from ..types import accumulation_dtype
 from .autocast import without_autocast
 from .fetched_rows import own_part, reachable
 from .latent_pages import LatentPages, OfPage, PageHits, page_bounds
-from .sparse_attention_fused import FusedSparseAttention, fits, knows_sizes
+from .sparse_attention_fused import FusedSparseAttention, fits, hopper_knows, knows_sizes
 from .sparse_selection import NOT_SELECTED
 from .trial import too_far, tried
 
@@ -61,7 +61,8 @@ def sparse_latent_attention(
     """
     given = (query_latent, query_rope, latent, key_rope, selected, view, scale)
     if why_not_fused(query_latent, query_rope, latent, key_rope, view) is None:
-        out: torch.Tensor = FusedSparseAttention.apply(*given)
+        hopper = why_not_hopper(latent, query_latent.shape[-2], key_rope.shape[-1]) is None
+        out: torch.Tensor = FusedSparseAttention.apply(*given, hopper)
         return out
     return sparse_latent_attention_reference(*given)
 
@@ -237,18 +238,47 @@ def _why(
     return reason
 
 
+def why_not_hopper(latent: torch.Tensor, n_heads: int, rope_dim: int) -> str | None:
+    """The same of the forward kernel for Hopper, where nothing is against the others."""
+    return _why_not_hopper(kernels_off(), latent.device, latent.dtype, n_heads, latent.shape[-1], rope_dim)
+
+
+@cache
+def _why_not_hopper(
+    off: str | None, device: torch.device, dtype: torch.dtype, n_heads: int, rank: int, rope_dim: int
+) -> str | None:
+    if off is not None:
+        reason: str | None = off
+    elif not hopper_knows(rank, rope_dim):
+        reason = f"it knows latents of 256 and 512 and rotary keys of 64, not {rank} and {rope_dim}"
+    elif (major := torch.cuda.get_device_capability(device)[0]) != 9:
+        reason = f"it needs compute capability 9, not {major}"
+    else:
+        reason = tried(lambda: _trial(device, dtype, n_heads, rank, rope_dim, hopper=True), device)
+    told = "used" if reason is None else f"unused, because {reason}"
+    _LOG.info("sparse attention of %s on %s, its forward kernel for Hopper: %s", dtype, device, told)
+    return reason
+
+
 Operator = Callable[..., torch.Tensor]
 
 
-def _trial(device: torch.device, dtype: torch.dtype, n_heads: int, rank: int, rope_dim: int) -> str | None:
+def _trial(
+    device: torch.device, dtype: torch.dtype, n_heads: int, rank: int, rope_dim: int, *, hopper: bool = False
+) -> str | None:
     """2 rows of 9 new tokens behind 200 others, each of which selects up to 150, beside the reference in float32."""
     case = _TrialCase(device, dtype, n_heads, rank, rope_dim)
-    found = case.run(FusedSparseAttention.apply, dtype)
+
+    def kernels(*given: Any) -> torch.Tensor:
+        out: torch.Tensor = FusedSparseAttention.apply(*given, hopper)
+        return out
+
+    found = case.run(kernels, dtype)
     wanted = case.run(sparse_latent_attention_reference, torch.float32)
     for name, a, b in zip(_TrialCase.NAMES, found, wanted, strict=True):
         if reason := too_far(name, a, b, dtype):
             return reason
-    again = case.run(FusedSparseAttention.apply, dtype)
+    again = case.run(kernels, dtype)
     for name, a, b in zip(_TrialCase.NAMES[:3], found, again, strict=False):
         if not torch.equal(a, b):
             return f"in a trial the last bits of its {name} changed from one run to the next"

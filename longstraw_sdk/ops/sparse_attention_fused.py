@@ -64,7 +64,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 class FusedSparseAttention(torch.autograd.Function):
-    """The arguments of `sparse_latent_attention`, where `fits` and heads as the kernels know them."""
+    """The arguments of `sparse_latent_attention`, where `fits` and `knows_sizes`; `hopper` where `hopper_knows`."""
 
     @staticmethod
     @without_autocast
@@ -77,10 +77,11 @@ class FusedSparseAttention(torch.autograd.Function):
         selected: torch.Tensor,
         view: PagedView,
         scale: float,
+        hopper: bool,
     ) -> torch.Tensor:
         q = torch.cat([x.to(latent.dtype) for x in (query_latent, query_rope)], -1).flatten(0, 1)
         prefix, chosen, new_latent, new_rope = reachable(view, selected, latent, key_rope)
-        out, lse = _attend(q, _Source.of(prefix, new_latent, new_rope), chosen, scale)
+        out, lse = _attend(q, _Source.of(prefix, new_latent, new_rope), chosen, scale, hopper=hopper)
         ctx.save_for_backward(q, latent, key_rope, selected, out, lse)
         ctx.view, ctx.scale, ctx.query_dtypes = view, scale, (query_latent.dtype, query_rope.dtype)
         return out.view(query_latent.shape)
@@ -99,7 +100,7 @@ class FusedSparseAttention(torch.autograd.Function):
         d_latent, d_rope = (own_part(x, view) for x in (d_latent, d_rope))
         parts = d_q.view(*selected.shape[:2], *q.shape[1:]).split([latent.shape[-1], key_rope.shape[-1]], -1)
         d_queries = (part.to(dtype) for part, dtype in zip(parts, ctx.query_dtypes, strict=True))
-        return *d_queries, d_latent.to(latent.dtype), d_rope.to(key_rope.dtype), None, None, None
+        return *d_queries, d_latent.to(latent.dtype), d_rope.to(key_rope.dtype), None, None, None, None
 
 
 def fits(view: PagedView) -> bool:
@@ -112,22 +113,32 @@ def knows_sizes(rank: int, rope_dim: int) -> bool:
     return 16 <= rank <= 512 and 16 <= rope_dim <= 128 and not rank & (rank - 1) and not rope_dim & (rope_dim - 1)
 
 
+def hopper_knows(rank: int, rope_dim: int) -> bool:
+    """The same of the forward on Hopper, which shares the columns of a latent between two warpgroups."""
+    return rank in (256, 512) and rope_dim == 64
+
+
 def _head_block(n_heads: int) -> int:
     return min(HEADS, max(16, 1 << (n_heads - 1).bit_length()))
 
 
 def _attend(
-    q: torch.Tensor, source: _Source, selected: torch.Tensor, scale: float
+    q: torch.Tensor, source: _Source, selected: torch.Tensor, scale: float, *, hopper: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [N, H, R] and log-sum-exp [N, H] in float32, of contiguous queries [N, H, R + Dr]."""
-    from .sparse_attention_kernel import sparse_forward_kernel
+    if hopper:
+        from .sparse_attention_hopper import sparse_forward_hopper as kernel
 
+        block, stages = HEADS, {}
+    else:
+        from .sparse_attention_kernel import sparse_forward_kernel as kernel
+
+        block, stages = _head_block(q.shape[1]), {"num_stages": STAGES}
     n, n_heads, _ = q.shape
     rank, rope_dim = source.latent.shape[-1], source.rope.shape[-1]
     out = q.new_empty(n, n_heads, rank, dtype=torch.float32)
     lse = q.new_empty(n, n_heads, dtype=torch.float32)
-    block = _head_block(n_heads)
-    sparse_forward_kernel[n, -(-n_heads // block)](
+    kernel[n, -(-n_heads // block)](
         q,
         source.latent,
         source.rope,
@@ -151,7 +162,7 @@ def _attend(
         HEADS=block,
         ROWS=ROWS,
         num_warps=8,
-        num_stages=STAGES,
+        **stages,
     )
     return out, lse
 
