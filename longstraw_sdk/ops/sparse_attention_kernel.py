@@ -141,9 +141,10 @@ def sparse_row_gradient_kernel(
             kept = place[None, :] * n_selected + places[:, None]
             mask = keep[:, None] & real[None, :]
             d_scores = tl.load(d_scores_ptr + kept, mask=mask, other=0.0)
-            found = tl.dot(d_scores, q) * scale
             if VALUES:
                 weights = tl.load(weights_ptr + kept, mask=mask, other=0.0)
-                found = tl.dot(weights, d_out, found)
+                found = tl.dot(weights, d_out, tl.dot(d_scores, q) * scale)
+            else:
+                found = tl.dot(d_scores, q) * scale
             rows = _rows(d_page_ptr, d_page_row, d_new_ptr, d_new_row, at, limit, first_new)
             tl.atomic_add(rows[:, None] + columns[None, :], found * size, mask=keep[:, None], sem="relaxed")
