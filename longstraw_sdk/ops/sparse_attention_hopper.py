@@ -5,7 +5,7 @@ scores. Here they share each product: scores by selected rows, the output by col
 multiplied while the next tile arrives, whose scores follow at once; the tile behind it is gathered meanwhile.
 
 Compiled for sm_90 at 64 heads, latent 512 and rope 64 (triton 3.6): 220 KiB of shared memory, 255 registers in 8 warps,
-36 bytes of spills, products not serialised. Carrying the output's product over to the next turn of the loop, where its
+44 bytes of spills, products not serialised. Carrying the output's product over to the next turn of the loop, where its
 scores would be asked for first, serialises all of them (ptxas C7514).
 """
 
@@ -63,7 +63,7 @@ def _weigh(scores, there, scale2, most, weight):
     return now, weight * fade[:, None] + weights, weights, fade
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["n_queries", "n_heads", "limit", "n_local"])
 def sparse_forward_hopper(
     q_ptr, page_ptr, page_rope_ptr, new_ptr, new_rope_ptr, selected_ptr, out_ptr, lse_ptr,
     n_queries, n_selected, n_heads, limit, n_local, page_row, page_rope_row, new_row, new_rope_row, scale,

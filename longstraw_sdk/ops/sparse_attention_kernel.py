@@ -8,6 +8,9 @@ Rows are gathered from where they lie, prefix or new, straight into shared memor
 import triton
 import triton.language as tl
 
+VARYING = ["n_queries", "n_heads", "limit", "n_local", "first", "kept_from"]
+"""Whether these are 1 or multiples of 16 is no reason to compile anew: some change with every decoded token."""
+
 
 @triton.jit
 def _rows(page_ptr, page_row, new_ptr, new_row, at, limit, first_new):
@@ -15,7 +18,7 @@ def _rows(page_ptr, page_row, new_ptr, new_row, at, limit, first_new):
     return tl.where(at < limit, page_ptr + at * page_row, new_ptr + (at - limit + first_new) * new_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sparse_forward_kernel(
     q_ptr, page_ptr, page_rope_ptr, new_ptr, new_rope_ptr, selected_ptr, out_ptr, lse_ptr,
     n_queries, n_selected, n_heads, limit, n_local, page_row, page_rope_row, new_row, new_rope_row, scale,
@@ -56,7 +59,7 @@ def sparse_forward_kernel(
     tl.store(lse_ptr + place, (most + tl.log2(weight)) * 0.6931471805599453, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sparse_query_gradient_kernel(
     q_ptr, d_out_ptr, page_ptr, page_rope_ptr, new_ptr, new_rope_ptr, selected_ptr, lse_ptr, delta_ptr, size_ptr,
     d_q_ptr, weights_ptr, d_scores_ptr,
@@ -113,18 +116,18 @@ def sparse_query_gradient_kernel(
     tl.store(d_q_rows + (R + rope_dims)[None, :], total_rope * size, mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sparse_row_gradient_kernel(
     q_ptr, d_out_ptr, selected_ptr, weights_ptr, d_scores_ptr, size_ptr, d_page_ptr, d_new_ptr,
     first, n_queries, n_selected, n_heads, limit, kept_from, n_local, d_page_row, d_new_row, scale,
-    R: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, VALUES: tl.constexpr,
+    R: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradients of rows from `kept_from` on; a program has `COLUMNS` of them. `VALUES`: the latent."""
-    query = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(2) * HEADS
+    """Adds to the gradients of rows from `kept_from` on, a block of columns per program. `VALUES`: of latents."""
+    query = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    part = tl.program_id(1) * HEADS
     heads = part + tl.arange(0, HEADS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     first_new = (first + query) // n_queries * n_local
     real = heads < n_heads
     place = query * n_heads + heads
