@@ -190,12 +190,11 @@ def _backward(
     for start in range(0, len(q), size):
         tile = slice(start, start + size)
         # Everything is linear in a query's gradient; of a size of one it loses nothing in float16.
-        d_tile = d_out[tile].float()
-        norm = d_tile.abs().amax((1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
-        d_tile = (d_tile / norm[:, None, None]).to(q.dtype)
-        delta = (d_tile.float() * out[tile]).sum(-1)
+        norm = torch.linalg.vector_norm(d_out[tile], float("inf"), (1, 2), dtype=torch.float32)
+        norm = norm.clamp_min(torch.finfo(torch.float32).tiny)
+        d_tile = torch.div(d_out[tile], norm[:, None, None], out=torch.empty_like(q[tile, :, : out.shape[-1]]))
         given = _Tile(q[tile], d_tile, flat[tile], norm, start, n_queries, source, kept_from, scale)
-        weights, d_scores = _query_gradient(given, lse[tile], delta, d_q[tile])
+        weights, d_scores = _query_gradient(given, out[tile], lse[tile], d_q[tile])
         for columns, width in enumerate((source.latent.shape[-1], source.rope.shape[-1])):
             _row_gradient(given, weights, d_scores, page[columns], new[columns], width, latent=columns == 0)
     return d_q
@@ -216,7 +215,7 @@ class _Tile(NamedTuple):
 
 
 def _query_gradient(
-    tile: _Tile, lse: torch.Tensor, delta: torch.Tensor, d_q: torch.Tensor
+    tile: _Tile, out: torch.Tensor, lse: torch.Tensor, d_q: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fills `d_q`; returns weights and gradients of scores [n, H, K], written for rows from `kept_from` on only."""
     from .sparse_attention_kernel import sparse_query_gradient_kernel
@@ -228,13 +227,13 @@ def _query_gradient(
     sparse_query_gradient_kernel[n, -(-n_heads // block)](
         tile.q,
         tile.d_out,
+        out,
         source.latent,
         source.rope,
         source.new_latent,
         source.new_rope,
         tile.selected,
         lse,
-        delta,
         tile.norm,
         d_q,
         weights,

@@ -61,7 +61,7 @@ def sparse_forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def sparse_query_gradient_kernel(
-    q_ptr, d_out_ptr, page_ptr, page_rope_ptr, new_ptr, new_rope_ptr, selected_ptr, lse_ptr, delta_ptr, size_ptr,
+    q_ptr, d_out_ptr, out_ptr, page_ptr, page_rope_ptr, new_ptr, new_rope_ptr, selected_ptr, lse_ptr, size_ptr,
     d_q_ptr, weights_ptr, d_scores_ptr,
     first, n_queries, n_selected, n_heads, limit, kept_from, n_local,
     page_row, page_rope_row, new_row, new_rope_row, scale,
@@ -85,7 +85,11 @@ def sparse_query_gradient_kernel(
     q_rows = q_ptr + place * (R + DR)
     q_rope = tl.load(q_rows[:, None] + (R + rope_dims)[None, :], mask=real[:, None], other=0.0)
     lse2 = tl.load(lse_ptr + place, mask=real, other=0.0) * 1.4426950408889634
-    delta = tl.load(delta_ptr + place, mask=real, other=0.0)
+    delta = tl.zeros((HEADS,), dtype=tl.float32)
+    for column in tl.static_range(0, R, 64 if R > 64 else R):  # all at once would take too many registers
+        columns = place[:, None] * R + column + tl.arange(0, 64 if R > 64 else R)[None, :]
+        d_out = tl.load(d_out_ptr + columns, mask=real[:, None], other=0.0).to(tl.float32)
+        delta += tl.sum(d_out * tl.load(out_ptr + columns, mask=real[:, None], other=0.0), 1)
     scale2 = scale * 1.4426950408889634
     total = tl.zeros((HEADS, R), dtype=tl.float32)
     total_rope = tl.zeros((HEADS, DR), dtype=tl.float32)
