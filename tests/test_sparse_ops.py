@@ -93,19 +93,88 @@ def select(case, tiles, top_k):
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=3),
     grid=st.sampled_from([1.0, 16.0]),
     tile_elements=st.sampled_from([1, 60, 500, 2**22]),
+    picked=st.sampled_from([None, 1, 3]),
     shared_keys=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_any_tiling_selects_what_a_full_sort_selects(
-    batch, n_queries, n_heads, dim, n_keys, first, top_k, sizes, grid, tile_elements, shared_keys, seed
+    batch, n_queries, n_heads, dim, n_keys, first, top_k, sizes, grid, tile_elements, picked, shared_keys, seed
 ):
     case = draw_index(batch, n_queries, n_heads, dim, n_keys, first, grid, seed, shared_keys)
     wanted = sorted_reference(case, top_k)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "MAX_TILE_ELEMENTS", tile_elements)
+        if picked is not None:
+            patch.setattr(selection, "FEW_SCORES", 1)
+            patch.setattr(selection, "FEW_CANDIDATES", picked)
         tiles = tiles_of(case.keys, sizes)
         assert torch.equal(select(case, tiles, top_k), wanted)
         assert torch.equal(select(case, tiles[::-1], top_k), wanted), "the order of tiles does not matter either"
+
+
+@pytest.fixture
+def widths(monkeypatch):
+    """How many candidates each tile had to be merged; they are picked out of tiles of any size."""
+    found, candidates = [], selection._candidates
+
+    def noted(scores, *args):
+        packed = candidates(scores, *args)
+        found.append((packed.shape[-1], scores.shape[-1]))
+        return packed
+
+    monkeypatch.setattr(selection, "_candidates", noted)
+    monkeypatch.setattr(selection, "FEW_SCORES", 1)
+    return found
+
+
+def one_dimensional(values):
+    """A case whose score of each key is `values` [T], for 2 queries that see all of them."""
+    case = draw_index(n_queries=2, n_heads=1, dim=1, first=len(values))
+    case.query, case.weights = torch.ones_like(case.query), torch.ones_like(case.weights)
+    case.keys, case.scale = values.float()[:, None], 1.0
+    return case
+
+
+def test_few_candidates_are_picked_out_of_a_tile_and_many_are_not(widths):
+    generator = torch.Generator().manual_seed(0)
+    case = one_dimensional(torch.randperm(800, generator=generator))
+    assert torch.equal(select(case, tiles_of(case.keys, [100]), 10), sorted_reference(case, 10))
+    assert widths[0] == (100, 100)
+    assert all(0 < width <= 15 for width, _ in widths[1:]), "a tenth at first, then fewer"
+    widths.clear()
+    case = one_dimensional(torch.arange(800))
+    assert torch.equal(select(case, tiles_of(case.keys, [100]), 10), sorted_reference(case, 10))
+    assert widths == [(100, 100)] * 8, "every tile is better than those before it"
+    widths.clear()
+    assert torch.equal(select(case, tiles_of(case.keys, [100])[::-1], 10), sorted_reference(case, 10))
+    assert widths == [(100, 100)] + [(0, 100)] * 7
+
+
+def test_a_tile_of_equal_scores_has_candidates_only_before_the_last_of_the_best(widths):
+    case = one_dimensional(torch.ones(400))
+    tiles = tiles_of(case.keys, [100])
+    assert torch.equal(select(case, tiles, 10), sorted_reference(case, 10))
+    assert widths == [(100, 100)] + [(0, 100)] * 3
+    widths.clear()
+    assert torch.equal(select(case, tiles[::-1], 10), sorted_reference(case, 10))
+    assert widths == [(100, 100)] * 4, "control: lower positions win"
+
+
+def test_candidates_are_compared_in_float32_as_they_are_packed():
+    least = pack_keys(torch.ones(1, 1), torch.tensor(5))
+    scores = torch.tensor([[[1.0 - 1e-12, 1.0 - 1e-5]]], dtype=torch.float64)
+    found = selection._candidates(scores, torch.tensor([3, 4]), torch.tensor([9]), least)
+    assert unpack_positions(found).tolist() == [[[3]]]
+    found = selection._candidates(scores, torch.tensor([6, 7]), torch.tensor([9]), least)
+    assert found.shape == (1, 1, 0), "the same score behind the last of the best"
+
+
+@settings(max_examples=100)
+@given(score=st.floats(width=32, allow_nan=False, allow_infinity=False), position=st.integers(0, 2**32 - 1))
+def test_packed_keys_give_their_scores_back(score, position):
+    packed = pack_keys(torch.tensor(score), torch.tensor(position))
+    assert selection.unpack_scores(packed) == torch.tensor(score)
+    assert selection.unpack_scores(torch.tensor(selection._LEAST)) == float("-inf")
 
 
 def test_control_the_reference_tells_a_shifted_selection_apart():

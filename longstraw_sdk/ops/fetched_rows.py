@@ -12,7 +12,7 @@ import torch
 
 from ..state.resident import PagedView, Tensors
 from ..types import accumulation_dtype
-from .latent_pages import OfPage, PageHits, page_bounds
+from .latent_pages import LatentPages, OfPage, PageHits, joined, page_bounds
 from .sparse_selection import NOT_SELECTED
 
 
@@ -73,3 +73,22 @@ class FetchedRows:
         rows = torch.empty(len(asked), width, dtype=components[0].dtype, device=asked.device)
         self._served.read(self.view, rows)
         return rows
+
+
+def reachable(
+    view: PagedView, selected: torch.Tensor, latent: torch.Tensor, key_rope: torch.Tensor
+) -> tuple[LatentPages, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Resident rows, the selection in terms of them, and all new rows, once everything selected is on this rank."""
+    if view.context is None:
+        return joined(view), selected, latent, key_rope
+    fetched = FetchedRows(view, selected)
+    if view.split:
+        latent, key_rope = (view.context.gather_tokens(x) for x in (latent, key_rope))
+    return fetched, fetched.selected, latent, key_rope
+
+
+def own_part(d_new: torch.Tensor, view: PagedView) -> torch.Tensor:
+    """Gradient of this rank's new rows, summed over the ranks that attended to them."""
+    if view.context is None or not view.split:
+        return d_new
+    return view.context.sum_scatter(view.context.by_rank(d_new))

@@ -54,6 +54,38 @@ def joined(view: PagedView) -> LatentPages:
     return JoinedPages(view, blocks[0].values) if len(blocks) == 1 else view
 
 
+def rows_in_one_piece(pages: LatentPages, *, copy: bool = False) -> Tensors | None:
+    """All rows of `pages`, of which there are some, where their memory is in one piece; `copy` joins pieces."""
+    if not isinstance(pages, PagedView):
+        return pages.values(0) if pages.limit <= pages.page_tokens else None
+    blocks = [block.values for block in pages.runs()]
+    if len(blocks) == 1:
+        return blocks[0]
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]} if copy else None
+
+
+@contextmanager
+def gradient_sums(pages: LatentPages) -> Iterator[Tensors | None]:
+    """Gradients of all rows, to add to within the block as if their memory were in one piece; None where none are
+    collected."""
+    with pages.accumulators() as of_page:
+        if of_page is None or not pages.limit:
+            yield None
+            return
+        first, page_tokens = of_page(0), pages.page_tokens
+        assert first is not None, "latents are differentiable"
+        if pages.limit <= page_tokens:
+            yield first
+            return
+        sums = {name: x.new_zeros(pages.limit, x.shape[-1]) for name, x in first.items()}
+        yield sums
+        for page in range(-(-pages.limit // page_tokens)):
+            into = of_page(page)
+            assert into is not None
+            for name, total in into.items():
+                total += sums[name][page * page_tokens :][: len(total)]
+
+
 def page_bounds(pages: LatentPages, device: torch.device) -> torch.Tensor:
     """LongTensor: the first row of each page, and last the row behind all."""
     return torch.tensor([*range(0, pages.limit, pages.page_tokens), pages.limit], device=device)

@@ -26,6 +26,12 @@ With the kernel there are none, and it bounds the scores themselves, for which t
 bytes for each, 4.5 GiB, merging 20 and what topk allocates. It bounds joined keys too (256 MiB in bfloat16).
 """
 
+FEW_SCORES = 2**17
+"""Fewer scores are all candidates for the best: finding those that are takes longer than merging all."""
+
+FEW_CANDIDATES = 2
+"""Candidates are picked out of a tile if no query has more of them than one in so many keys."""
+
 NOT_SELECTED = -1
 Tile = tuple[int | torch.Tensor, torch.Tensor]
 """Position of the first key, or LongTensor [T] of all positions, and keys [T, D] or [B, T, D]; keys with one batch
@@ -119,21 +125,84 @@ def _best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed keys [B, S, at most K] of the best, unordered, and whether all scores were finite."""
     batch, n_queries = query.shape[:2]
-    best: torch.Tensor | None = None
+    best = _Best(batch, n_queries, top_k, query.device)
     finite = torch.ones((), dtype=torch.bool, device=query.device)
     for positions, keys in _joined(query, tiles):
-        merged = []
+        found = []
         for span in _spans(query, keys):
             scores = index_scores(query[:, span], weights[:, span], keys, scale)
-            finite &= scores.isfinite().all()
-            packed = pack_keys(scores, positions)
-            packed = packed.masked_fill(positions > query_positions[span, None], _LEAST)
-            merged.append(merge_top_k(None if best is None else best[:, span], packed, top_k))
-        if merged:
-            best = merged[0] if len(merged) == 1 else torch.cat(merged, 1)
-    if best is None:
-        best = torch.empty(batch, n_queries, 0, dtype=torch.int64, device=query.device)
-    return best, finite
+            if scores.numel():
+                finite &= torch.stack(scores.aminmax()).isfinite().all()
+            least = best.least(span) if scores.numel() >= FEW_SCORES else None
+            found.append(_candidates(scores, positions, query_positions[span], least))
+        best.add(found)
+    return best.merged(), finite
+
+
+class _Best:
+    """The best keys so far, and candidates for their places, which are merged once they are as many."""
+
+    def __init__(self, batch: int, n_queries: int, top_k: int, device: torch.device):
+        self._best = torch.empty(batch, n_queries, 0, dtype=torch.int64, device=device)
+        self._least: torch.Tensor | None = None
+        self._waiting: list[torch.Tensor] = []
+        self._top_k = top_k
+
+    def add(self, found: list[torch.Tensor]) -> None:
+        """Packed keys [B, n, any] of all queries, some after the others."""
+        if not found:
+            return
+        if len(found) > 1:
+            width = max(packed.shape[-1] for packed in found)
+            padded = [torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=_LEAST) for x in found]
+            found = [torch.cat(padded, 1)]
+        self._waiting += found
+        if sum(packed.shape[-1] for packed in self._waiting) >= self._top_k:
+            self.merged()
+
+    def merged(self) -> torch.Tensor:
+        if self._waiting:
+            self._best = merge_top_k(self._best, torch.cat(self._waiting, -1), self._top_k)
+            self._waiting, self._least = [], None
+        return self._best
+
+    def least(self, span: slice) -> torch.Tensor | None:
+        """Packed keys [B, n] of the queries of `span`: none below is among the best. None while all are."""
+        if self._least is None and 0 < self._best.shape[-1] == self._top_k:
+            self._least = self._best.amin(-1)
+        return None if self._least is None else self._least[:, span]
+
+
+def _candidates(
+    scores: torch.Tensor, positions: torch.Tensor, query_positions: torch.Tensor, least: torch.Tensor | None
+) -> torch.Tensor:
+    """Packed keys [B, S, any] of all keys that may be among the best, unordered, filled up with `_LEAST`.
+
+    Scores are compared before they are packed: of a million keys few are ever candidates, and packing one and finding
+    the best of all takes tens of times as long as comparing it.
+
+    Args:
+        scores: [B, S, T].
+        positions: LongTensor [T]; `query_positions` LongTensor [S].
+        least: packed keys [B, S] that candidates are not below; None if all keys are candidates.
+    """
+    scores = _in_float32(scores)
+    if least is not None and scores.numel():
+        # Where only later positions follow, an equal score is not enough.
+        bound, behind = unpack_scores(least), unpack_positions(least) < positions.min()
+        bound = torch.where(behind, bound.nextafter(bound.new_tensor(float("inf"))), bound)
+        wanted = scores >= bound[..., None]
+        if positions.max() > query_positions.min():
+            wanted &= positions <= query_positions[:, None]
+        counts = wanted.sum(-1).flatten()
+        width = int(counts.max())
+        if width <= scores.shape[-1] // FEW_CANDIDATES:
+            row, column = wanted.flatten(0, 1).nonzero(as_tuple=True)
+            place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+            found = torch.full((len(counts), width), _LEAST, dtype=torch.int64, device=scores.device)
+            found[row, place] = pack_keys(scores.flatten(0, 1)[row, column], positions[column])
+            return found.view(*scores.shape[:2], width)
+    return pack_keys(scores, positions).masked_fill(positions > query_positions[:, None], _LEAST)
 
 
 def _spans(query: torch.Tensor, keys: torch.Tensor) -> list[slice]:
@@ -197,15 +266,26 @@ def pack_keys(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         scores: any shape, finite.
         positions: LongTensor that broadcasts against `scores`, within 0 to 2**32 - 1.
     """
-    # Cast to the dtype of a tensor: a float64 reference run redirects casts that name float32. Adding zero folds -0.0.
-    bits = (scores.to(_FLOAT32.to(scores.device)) + 0.0).contiguous().view(torch.int32)
+    bits = (_in_float32(scores) + 0.0).contiguous().view(torch.int32)  # adding zero folds -0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) | (MAX_POSITION - positions)
+
+
+def _in_float32(scores: torch.Tensor) -> torch.Tensor:
+    # By the dtype of a tensor: a float64 reference run redirects casts that name float32.
+    return scores.to(_FLOAT32.to(scores.device))
 
 
 def unpack_positions(packed: torch.Tensor) -> torch.Tensor:
     """The positions in `pack_keys`, `NOT_SELECTED` where there is none."""
     return torch.where(packed == _LEAST, NOT_SELECTED, MAX_POSITION - (packed & MAX_POSITION))
+
+
+def unpack_scores(packed: torch.Tensor) -> torch.Tensor:
+    """The float32 scores in `pack_keys`, -inf where there is none."""
+    ordered = (packed >> 32).int()
+    scores = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return scores.masked_fill(packed == _LEAST, float("-inf"))
 
 
 def merge_top_k(best: torch.Tensor | None, packed: torch.Tensor, top_k: int) -> torch.Tensor:
