@@ -1,8 +1,10 @@
 """Samplers outside of the trainer's process: what they are asked, and which answers are refused."""
 
+import contextlib
 import hashlib
 import json
 import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -213,6 +215,24 @@ def test_time_is_bounded_as_a_whole(request_of):
         start = time.monotonic()
         with pytest.raises(SamplerError, match=r"not done after 1 s|ReadTimeout"):
             HttpSampler(served.url, timeout_seconds=1).sample(request_of)
+        assert time.monotonic() - start < 4
+
+
+def test_a_server_that_never_ends_its_headers_is_given_up(request_of):
+    def trickle(listener):
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            for _ in range(40):
+                connection.sendall(b"x")
+                time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle, args=(listener,), daemon=True)
+        thread.start()
+        start = time.monotonic()
+        with pytest.raises(SamplerError, match="was not done after 1 s"):
+            HttpSampler(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=1).sample(request_of)
         assert time.monotonic() - start < 4
 
 

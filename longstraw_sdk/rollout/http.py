@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -160,10 +161,30 @@ class HttpSampler:
         return found
 
     def _call(self, method: str, path: str, body: object, max_bytes: int) -> bytes:
-        """The answer's body. Bounded in size, and in time as a whole: a server that sends slowly ends too.
+        """The answer's body. Bounded in size, and in time as a whole.
 
-        A connection is tried `CONNECTION_RETRIES` times more before that is an error; a request is sent once.
+        The library bounds the time between two bytes. A server that sends a byte now and then is left to a thread of
+        its own, which ends with the connection or with the process.
         """
+        found: list[bytes | BaseException] = []
+
+        def send() -> None:
+            try:
+                found.append(self._send(method, path, body, max_bytes))
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        thread.join(self.timeout_seconds)
+        if not found:
+            raise SamplerError(f"{method} {self.base_url}{path} was not done after {self.timeout_seconds:g} s")
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    def _send(self, method: str, path: str, body: object, max_bytes: int) -> bytes:
+        """A connection is tried `CONNECTION_RETRIES` times more before that is an error; a request is sent once."""
         import httpx2
 
         deadline = time.monotonic() + self.timeout_seconds
