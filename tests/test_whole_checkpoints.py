@@ -127,7 +127,14 @@ class Killed(BaseException):
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 4}
 
 
-@pytest.mark.parametrize("stage", ["save_rollouts", "write_manifest", "rotate_checkpoints"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("save_rollouts", marks=pytest.mark.slow),
+        "write_manifest",
+        pytest.param("rotate_checkpoints", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_dies_while_it_saves_goes_on_from_a_whole_checkpoint(tmp_path, monkeypatch, stage):
     unbroken = trl_setup.our_trainer(tmp_path / "a", **SAVING)
     unbroken.train()
