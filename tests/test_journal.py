@@ -5,7 +5,8 @@ import json
 import pytest
 
 from longstraw_sdk import InputError
-from longstraw_sdk.evidence.journal import Journal, seal
+from longstraw_sdk.evidence.digests import seal
+from longstraw_sdk.evidence.journal import Journal
 
 
 @pytest.fixture

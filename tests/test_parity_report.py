@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from longstraw_sdk import InputError
 from longstraw_sdk.cli.app import app
+from longstraw_sdk.evidence.artifacts import file_sha256
 from longstraw_sdk.evidence.parity_report import read_report, write_report
-from longstraw_sdk.evidence.run_folder import file_sha256
 from longstraw_sdk.evidence.tiny import tiny_model
 
 run = CliRunner().invoke

@@ -18,7 +18,8 @@ from longstraw_sdk import ConfigurationError, InputError, SamplerError
 from longstraw_sdk.cli.app import app
 from longstraw_sdk.evidence import journal as journal_module
 from longstraw_sdk.evidence.artifacts import read_json, write_json
-from longstraw_sdk.evidence.journal import START, Journal, seal
+from longstraw_sdk.evidence.digests import seal
+from longstraw_sdk.evidence.journal import START, Journal
 from longstraw_sdk.evidence.manifest import MANIFEST, write_manifest
 from longstraw_sdk.evidence.verify import verify_run
 from longstraw_sdk.rollout import HttpSampler

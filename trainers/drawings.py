@@ -15,7 +15,7 @@ from trl.models import unwrap_model_for_generation
 
 from longstraw_sdk.evidence.digests import adapter_digest, facts_digest
 from longstraw_sdk.evidence.run_folder import ROLLOUTS
-from longstraw_sdk.rollout import ExportedAdapter, RolloutRequest, Sampler, export_adapter, prompt_identity
+from longstraw_sdk.rollout import ExportedAdapter, RolloutRequest, Sampler, export_adapter, prompt_identities
 
 from .expert_shards import whole_adapter
 from .outside_sampling import drawn, from_first, once_each, parked
@@ -75,12 +75,12 @@ class Drawings:
             self._n += 1
             return rollouts
         device, policy = trainer.accelerator.device, adapter_digest(trainer.model)
-        path = self._path
-        request = self._request(prompts, n, policy)
+        path, identities = self._path, prompt_identities(prompts)
+        request = self._request(identities, n, policy)
         stored = from_first(self._group, lambda: find_rollouts(path, request))
         if stored is None:
-            rollouts = draw(prompts, n)
-            stored = from_first(self._group, lambda: store_rollouts(path, request, prompts, rollouts, device))
+            rollouts, rows = draw(prompts, n), list(zip(identities, map(len, prompts), strict=True))
+            stored = from_first(self._group, lambda: store_rollouts(path, request, rows, rollouts, device))
         else:
             logger.info("%s: responses of an interrupted update are used again", stored.path)
             restore_random_state(stored.random_state, device)
@@ -103,7 +103,8 @@ class Drawings:
             sampler, policy = {"name": "rollout_func"}, adapter_digest(trainer.model)
             request = {"step": trainer._step, "sampler": sampler, "adapter_sha256": policy}
             rollouts, device = Rollouts(token_ids, logprobs), trainer.accelerator.device
-            stored = from_first(self._group, lambda: store_rollouts(self._path, request, prompts, rollouts, device))
+            rows = list(zip(prompt_identities(prompts), map(len, prompts), strict=True))
+            stored = from_first(self._group, lambda: store_rollouts(self._path, request, rows, rollouts, device))
             self._keep(stored, sampler, policy)
 
     def refuse(self) -> None:
@@ -111,14 +112,14 @@ class Drawings:
         for stored in self._stored:
             from_first(self._group, partial(refuse_rollouts, stored.path))
 
-    def _request(self, prompts: Prompts, n: int, policy: str) -> dict[str, Any]:
+    def _request(self, prompts: list[str], n: int, policy: str) -> dict[str, Any]:
         """What decides the responses: equal for a drawing and its repetition after a crash, and for nothing else."""
         trainer = self.trainer
         states = random_state(trainer.accelerator.device)
         return {
             "step": trainer._step,
             "drawing": self._n,
-            "prompts_sha256": facts_digest({"prompts": [prompt_identity(ids) for ids in prompts]}),
+            "prompts_sha256": facts_digest({"prompts": prompts}),
             "num_generations": n,
             "adapter_sha256": policy,
             "sampler": self.describe(),

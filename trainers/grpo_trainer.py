@@ -297,8 +297,12 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         active = [r for r in rows if bool(d_logps[r.index].any() or d_entropies[r.index].any())]
         self._record.rows_not_replayed += len(rows) - len(active)
         stats = self.longstraw.stats
+        replayed: list[str] = []
         with torch.enable_grad():
             for prefix, members in self._by_prefix(active):
+                if self._run.journal is not None:
+                    prompt = prompt_identity(prefix.prompt_ids.tolist())
+                    replayed += [row_identity(prompt, row.response.tolist()) for row in members]
                 for pack in pack_rows([len(r.response) for r in members], self.args.replay_tokens):
                     packed = [members[i] for i in pack]
                     with self.accelerator.autocast():
@@ -312,8 +316,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                         torch.autograd.backward(roots, cotangents)
             with self.accelerator.autocast():
                 self.longstraw.join()
-        if self._run.journal is not None:
-            self._run.replayed([row_identity(prompt_identity(r.prompt.tolist()), r.response.tolist()) for r in active])
+        self._run.replayed(replayed)
         self._count_rows(rows)
 
     def _by_prefix(self, rows: Sequence[Row]) -> list[tuple[Prefix, list[Row]]]:

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from longstraw_sdk.errors import InputError
-from longstraw_sdk.evidence.artifacts import alternatives, read_json, write_json
+from longstraw_sdk.evidence.artifacts import alternatives, file_sha256, free_path, read_json, write_json
 from longstraw_sdk.evidence.digests import facts_digest
-from longstraw_sdk.evidence.run_folder import file_sha256
-from longstraw_sdk.rollout import prompt_identity
 
 FORMAT = 1
 
@@ -92,16 +90,20 @@ def _refusal(path: Path) -> Path:
 def store_rollouts(
     path: Path,
     request: Mapping[str, Any],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[tuple[str, int]],
     rollouts: Rollouts,
     device: torch.device,
 ) -> Stored:
-    """Write what was drawn for `request`, with the random state as it is now, under a name that is free."""
-    path = next(candidate for candidate in alternatives(path) if not candidate.exists())
+    """Write what was drawn for `request`, with the random state as it is now, under a name that is free.
+
+    Args:
+        prompts: identity and number of tokens of each row's prompt.
+    """
+    path = free_path(path)
     logprobs: Sequence[list[float] | None] = rollouts.logprobs or [None] * len(prompts)
     rows = [
-        {"prompt_sha256": prompt_identity(p), "n_prompt_tokens": len(p), "token_ids": ids, "logprobs": logps}
-        for p, ids, logps in zip(prompts, rollouts.token_ids, logprobs, strict=True)
+        {"prompt_sha256": sha256, "n_prompt_tokens": n, "token_ids": ids, "logprobs": logps}
+        for (sha256, n), ids, logps in zip(prompts, rollouts.token_ids, logprobs, strict=True)
     ]
     states = random_state(device)
     content = {

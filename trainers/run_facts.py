@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from importlib import metadata
 from typing import Any
 
 import torch
+
+from longstraw_sdk.evidence.machine import version_of
 
 PACKAGES = ("longstraw-sdk", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
 
@@ -18,7 +19,7 @@ def describe_run(trainer: Any, sampler: dict[str, Any]) -> dict[str, Any]:
     data = trainer.train_dataset
     request = {
         "arguments": trainer.args.to_dict(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
         "dataset": {
             "fingerprint": getattr(data, "_fingerprint", None),
             "n_rows": len(data) if hasattr(data, "__len__") else None,
@@ -70,13 +71,6 @@ def _observed(device: torch.device) -> dict[str, Any]:
         return {"device": str(device), "name": None, "uuid": None}
     properties = torch.cuda.get_device_properties(device)
     return {"device": str(device), "name": properties.name, "uuid": str(properties.uuid)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 _SECRETS = re.compile(r"(^|_)(token|auth_token|access_token|api_key|secret|password)$")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from longstraw_sdk.errors import InputError
-from longstraw_sdk.evidence.artifacts import alternatives, read_json, write_json
+from longstraw_sdk.evidence.artifacts import file_sha256, free_path, read_json, write_json
 from longstraw_sdk.evidence.journal import Journal
 from longstraw_sdk.evidence.manifest import MANIFEST, read_manifest
 from longstraw_sdk.evidence.run_folder import (
@@ -33,7 +33,6 @@ from longstraw_sdk.evidence.run_folder import (
     REQUEST,
     ROLLOUTS,
     RUN,
-    file_sha256,
 )
 
 from .rollout_store import Stored
@@ -101,8 +100,7 @@ class RunRecord:
     def rewarded(self, name: str, content: Mapping[str, Any]) -> None:
         """Rewards [N, F] of all processes, and the advantages that TRL made of them."""
         if self.journal is not None:
-            places = alternatives(self.folder / ROLLOUTS / name)
-            path = next(path for path in places if not path.exists())
+            path = free_path(self.folder / ROLLOUTS / name)
             self._append("rewarded", update=self.step, rewards=path.name, file_sha256=write_json(path, content))
 
     def replayed(self, rows: Sequence[str]) -> None:

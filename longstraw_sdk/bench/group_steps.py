@@ -9,12 +9,13 @@ from importlib.util import find_spec
 
 import torch
 
+from ..evidence.machine import describe_machine
 from ..evidence.parity import randomize_lora
 from ..lora import base_model_of
 from ..types import CausalLM, GradientScope
 from .device import GIB, require_cuda
 from .geometry import CHECKPOINTING, LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
-from .result import Progress, describe_machine
+from .result import Progress
 from .roofline import ModelWork, measure_ceilings
 from .step_result import StepResult, StepRow
 from .systems import (
@@ -31,10 +32,10 @@ from .systems import (
 
 @dataclass(frozen=True)
 class Run:
-    """How our own system takes a step."""
+    """How a system takes a step. Peers differentiate the whole text and have no packs."""
 
-    scope: GradientScope
-    replay_tokens: int
+    scope: GradientScope = "full"
+    replay_tokens: int | None = None
     checkpointing: bool = True
     """Whether backward forwards each layer again, or the activations of a whole pack stay."""
 
@@ -148,24 +149,21 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
         work = ModelWork.of(model)
         settings[geometry.name] = {"dtype": str(geometry.dtype), "ceilings": asdict(ceilings)} | asdict(work)
         for i, group in enumerate(plan.groups):
-            steps: list[tuple[str, Run | None, Step]] = [
+            steps: list[tuple[str, Run, Step]] = [
                 ("longstraw", run, longstraw_step(run.scope, run.replay_tokens, plan.options)) for run in plan.runs
             ]
             if i == 0:
-                steps += [(name, None, PEERS[name]) for name in peers]
+                steps += [(name, Run(), PEERS[name]) for name in peers]
             for system, run, step in steps:
                 if system == "prefix-grouper" and find_spec("prefix_grouper") is None:
                     progress('prefix-grouper is not installed: pip install "longstraw-sdk[bench]"')
                     continue
                 warm_up = plan.warm_up if system == "longstraw" else replace(plan.warm_up, size=1)
-                checkpointing = geometry.checkpointing and (run is None or run.checkpointing)
-                with _checkpointing(model, checkpointing):
+                with _checkpointing(model, run.checkpointing):
                     found = measure(model, step, warm_up, group)
-                scope: GradientScope = "full" if run is None else run.scope
-                least = work.step(group.prompt_tokens, group.response_tokens, group.size, scope).seconds(ceilings)
+                least = work.step(group.prompt_tokens, group.response_tokens, group.size, run.scope).seconds(ceilings)
                 capture = work.capture(group.prompt_tokens).seconds(ceilings)
-                replay_tokens = None if run is None else run.replay_tokens
-                rows.append(_row(geometry, system, scope, replay_tokens, checkpointing, group, found, least, capture))
+                rows.append(_row(geometry, system, run, group, found, least, capture))
                 progress(rows[-1].summary)
                 yield StepResult(preset=plan.preset, settings=settings, machine=describe_machine(), steps=tuple(rows))
         del model
@@ -187,9 +185,7 @@ def _checkpointing(model: CausalLM, wanted: bool) -> Iterator[None]:
 def _row(
     geometry: Geometry,
     system: str,
-    scope: GradientScope,
-    replay_tokens: int | None,
-    checkpointing: bool,
+    run: Run,
     group: Group,
     found: Measured,
     least_seconds: float,
@@ -200,12 +196,12 @@ def _row(
     return StepRow(
         model=geometry.name,
         system=system,
-        gradient_scope=scope,
+        gradient_scope=run.scope,
         prompt_tokens=group.prompt_tokens,
         group=group.size,
         response_tokens=group.response_tokens,
-        replay_tokens=replay_tokens,
-        checkpointing=checkpointing,
+        replay_tokens=run.replay_tokens,
+        checkpointing=geometry.checkpointing and run.checkpointing,
         capture_seconds=seconds.get("capture"),
         sample_seconds=seconds.get("sample"),
         replay_seconds=seconds.get("replay"),

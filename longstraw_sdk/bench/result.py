@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 Progress = Callable[[str], None]
@@ -129,24 +124,3 @@ class PeakResult(BenchResult):
         for m in self.measurements:
             known = {"group": 1, "replay_seconds": m.seconds, "peak_gib": m.peak_bytes / 2**30}
             yield asdict(m) | known | {"tokens_per_second": m.tokens_per_second, "settings": self.settings}
-
-
-def describe_machine() -> dict[str, Any]:
-    """Hardware, date and the versions that decide a result; no host name."""
-    names = ("longstraw-sdk", "torch", "transformers", "peft", "trl")
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "cpu_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {name: version_of(name) for name in names},
-    }
-
-
-def version_of(package: str) -> str | None:
-    """None if `package` is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from ..evidence.machine import describe_machine, version_of
 from .device import require_cuda
 from .estimate import Links, MeasuredCase, depths_of, estimate, scaled
 from .geometry import GLM52, LORA_RANK, QWEN36_27B, TINY_GLM52, TINY_QWEN36, Geometry
-from .result import Progress, describe_machine, version_of
+from .result import Progress
 from .simulated_rank import Cost, SimulatedRank, Workload
 from .simulation_result import PHASES, Point, SimulationResult
 

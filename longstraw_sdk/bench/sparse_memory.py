@@ -10,10 +10,11 @@ import torch
 from transformers import DynamicCache, GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
 from ..adapter import StateView
+from ..evidence.machine import describe_machine
 from ..evidence.memory import trace_memory
 from ..models.glm52 import GLM52Adapter
 from ..state import PagePool, ResidentState
-from .result import Measurement, PeakResult, Progress, describe_machine
+from .result import Measurement, PeakResult, Progress
 
 N_NEW_TOKENS = 64
 PAGE_TOKENS = 1024

@@ -73,12 +73,12 @@ Step = Callable[[CausalLM, Group, Phases], None]
 """Accumulates the gradient of one group in the LoRA weights of the model."""
 
 
-def longstraw_step(scope: GradientScope, replay_tokens: int, options: Options) -> Step:
-    """Capture, replays of `replay_tokens` at a time, sweep in full scope."""
+def longstraw_step(scope: GradientScope, replay_tokens: int | None, options: Options) -> Step:
+    """Capture, replays of `replay_tokens` at a time (None: one response), sweep in full scope."""
 
     def run(model: CausalLM, group: Group, phases: Phases) -> None:
         prompt, rows, advantages = group.draw(model)
-        n_packed = max(1, replay_tokens // group.response_tokens)
+        n_packed = max(1, (replay_tokens or 0) // group.response_tokens)
         with LongStrawSession(
             model,
             gradient_scope=scope,

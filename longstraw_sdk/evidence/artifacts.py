@@ -13,8 +13,16 @@ from typing import Any
 from ..errors import InputError
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_json(path: Path, content: Any) -> str:
-    """Write `content` so that a crash leaves the old file or the new one, and return the new one's sha256."""
+    """Write `content` so that a crash leaves the old file or the new one, and return the new one's sha256.
+
+    When it returns, the file is on the disk under its name.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
     unfinished = path.with_name(f".{path.name}")
@@ -23,7 +31,22 @@ def write_json(path: Path, content: Any) -> str:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+    _sync_folder(path.parent)
     return hashlib.sha256(data).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that names in it are on the disk as well."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_path(path: Path) -> Path:
+    """The first of `alternatives` that does not exist."""
+    return next(candidate for candidate in alternatives(path) if not candidate.exists())
 
 
 def alternatives(path: Path) -> Iterator[Path]:

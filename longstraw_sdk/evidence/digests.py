@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,9 +56,12 @@ def row_identity(prompt_sha256: str, token_ids: Sequence[int]) -> str:
 
 def facts_digest(facts: Mapping[str, Any]) -> str:
     """Of JSON values."""
-    import json
-
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """Of JSON values that hold it under "sha256", without that."""
+    return facts_digest({name: value for name, value in content.items() if name != "sha256"})
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

@@ -7,7 +7,6 @@ dropped when the journal is opened again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .digests import seal
 
 START = "0" * 64
 
@@ -29,11 +29,9 @@ class Journal:
         self.path = path
         self.entries: list[Entry] = []
         if path.exists():
-            data = path.read_bytes()
-            whole = data[: data.rfind(b"\n") + 1]
-            self.entries = list(parse(whole, path))
-            if len(whole) < len(data):
-                os.truncate(path, len(whole))
+            self.entries, n_bytes = read_journal(path)
+            if n_bytes < path.stat().st_size:
+                os.truncate(path, n_bytes)
 
     def append(self, stage: str, **facts: Any) -> Entry:
         """Write one entry. Facts are JSON values under names that the journal does not use itself."""
@@ -54,14 +52,17 @@ class Journal:
         return entry
 
 
-def seal(entry: Entry) -> str:
-    """sha256 over an entry without its own."""
-    rest = {name: value for name, value in entry.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+def read_journal(path: Path) -> tuple[list[Entry], int]:
+    """The entries of a journal and the bytes that they take; what a crash cut off stands behind them.
+
+    Raises `InputError` at the first entry that is not as it was written.
+    """
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    return list(_entries(whole, path)), len(whole)
 
 
-def parse(data: bytes, path: Path) -> Iterator[Entry]:
-    """The entries of a journal's bytes. Raises `InputError` at the first that is not as it was written."""
+def _entries(data: bytes, path: Path) -> Iterator[Entry]:
     previous = START
     for seq, line in enumerate(data.splitlines()):
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import InputError
+from .artifacts import read_json, write_json
 
 MANIFEST = "checkpoint-manifest.json"
 FORMAT = 1
@@ -18,7 +18,7 @@ NOTES = (".csv", ".html", ".json", ".jsonl", ".log", ".md", ".png", ".txt", ".ya
 """Files of these kinds may be added later, as callbacks do when a checkpoint was saved; nothing is loaded from them."""
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> Path:
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     """Hash every file below `folder`, see that it is on the disk, and write `MANIFEST` beside them, all or nothing.
 
     Args:
@@ -27,15 +27,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> Path:
     Raises `InputError` on a symbolic link: what it points to may change without the folder.
     """
     files = {str(path): _entry(folder / path, sync=True) for path in _files(folder)}
-    target = folder / MANIFEST
-    unfinished = folder / f".{MANIFEST}"
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, "facts": dict(facts), "files": files}, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(target)
-    _sync_folder(folder)
-    return target
+    write_json(folder / MANIFEST, {"format": FORMAT, "facts": dict(facts), "files": files})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -43,10 +35,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise InputError(f"{folder} has no {MANIFEST}: it was not written to its end, or not by this trainer")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
+    found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
         raise InputError(f"{path} is not a manifest of format {FORMAT}")
     return found
@@ -88,12 +77,3 @@ def _entry(path: Path, *, sync: bool = False) -> dict[str, Any]:
         if sync:
             os.fsync(file.fileno())
         return {"sha256": digest, "bytes": os.fstat(file.fileno()).st_size}
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that the name is on the disk as well."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

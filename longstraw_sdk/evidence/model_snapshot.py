@@ -10,8 +10,8 @@ from typing import Any
 
 from ..lora import base_model_of
 from ..types import CausalLM
+from .artifacts import file_sha256
 from .digests import facts_digest, frozen_digest
-from .run_folder import file_sha256
 
 logger = logging.getLogger(__name__)
 

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import InputError
 from .artifacts import read_json, write_json
-from .digests import facts_digest
-
-PACKAGES = ("longstraw-sdk", "torch", "transformers", "peft")
+from .digests import seal
+from .machine import describe_machine
 
 
 def write_report(path: Path, rows: Sequence[Mapping[str, Any]], models: Mapping[str, Mapping[str, Any]]) -> str:
     """Write the report of `rows` (as `longstraw parity --json` prints them) and return its sha256."""
     if not path.parent.is_dir():
         raise InputError(f"the folder {path.parent} does not exist; create it")
-    cuda = torch.cuda.is_available()
     content = {
         "rows": [dict(row) for row in rows],
         "models": {name: dict(snapshot) for name, snapshot in models.items()},
-        "versions": {name: metadata.version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "date": datetime.now(UTC).date().isoformat(),
+        **describe_machine(),
     }
-    sha256 = facts_digest(content)
+    sha256 = seal(content)
     write_json(path, content | {"sha256": sha256})
     return sha256
 
@@ -41,7 +31,6 @@ def read_report(path: Path) -> dict[str, Any]:
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise InputError(f"{path} is no parity report")
-    rest = {name: value for name, value in content.items() if name != "sha256"}
-    if content.get("sha256") != facts_digest(rest):
+    if content.get("sha256") != seal(content):
         raise InputError(f"{path} was changed after it was written: its sha256 differs")
     return content

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .artifacts import inside, read_json
+from .artifacts import file_sha256, inside, read_json
 from .digests import row_identity
-from .journal import Entry, parse
+from .journal import Entry, read_journal
 from .manifest import MANIFEST, problems_of
-from .run_folder import GRADIENT, JOURNAL, MEMORY, MODEL, RANKS, REQUEST, ROLLOUTS, file_sha256
+from .run_folder import GRADIENT, JOURNAL, MEMORY, MODEL, RANKS, REQUEST, ROLLOUTS
 
 _TOLERANCE = 1e-4
 """Of advantages, which TRL computes in float32."""
@@ -34,13 +34,11 @@ def verify_run(folder: Path, *, checkpoints: bool = True) -> list[str]:
     path = folder / JOURNAL
     if path.is_symlink() or not path.is_file():
         raise Broken(f"{path} is missing: this is no run folder")
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    entries = list(parse(whole, path))
+    entries, n_bytes = read_journal(path)
     if not entries:
         raise Broken(f"{path} is empty")
     found = [f"{len(entries)} journal entries seal each other"]
-    if len(whole) < len(data):
+    if n_bytes < path.stat().st_size:
         found.append("the journal ends in the middle of an entry: the run was cut off there, or writes it now")
     state = _Run(folder)
     for entry in entries:

@@ -3,7 +3,7 @@
 from .adapter_export import ExportedAdapter, export_adapter
 from .directory import DirectorySampler
 from .http import HttpSampler
-from .protocol import Completion, RolloutRequest, Sampler, prompt_identity
+from .protocol import Completion, RolloutRequest, Sampler, prompt_identities, prompt_identity
 
 __all__ = [
     "Completion",
@@ -13,5 +13,6 @@ __all__ = [
     "RolloutRequest",
     "Sampler",
     "export_adapter",
+    "prompt_identities",
     "prompt_identity",
 ]

@@ -53,11 +53,8 @@ class HttpSampler:
     ):
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
-            raise ConfigurationError(
-                f"base_url must be http(s)://host:port without a user or password, got {parts._replace(netloc='...')!r}"
-                if parts.username or parts.password
-                else f"base_url must be http(s)://host:port, got {base_url!r}"
-            )
+            given = "one with them" if parts.username or parts.password else repr(base_url)
+            raise ConfigurationError(f"base_url must be http(s)://host:port without a user or password, got {given}")
         if api_key_variable is not None and not os.environ.get(api_key_variable):
             raise ConfigurationError(f"the environment variable {api_key_variable} that should hold the key is not set")
         self.base_url = base_url.rstrip("/")

@@ -99,6 +99,14 @@ def prompt_identity(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(ids.tobytes()).hexdigest()
 
 
+def prompt_identities(prompts: Sequence[Sequence[int]]) -> list[str]:
+    """`prompt_identity` of each; equal prompts in a row, as of a group, are hashed once."""
+    found: list[str] = []
+    for i, ids in enumerate(prompts):
+        found.append(found[-1] if i and ids == prompts[i - 1] else prompt_identity(ids))
+    return found
+
+
 def checked(request: RolloutRequest, answer: Sequence[Sequence[Completion]], sampler: str) -> list[list[Completion]]:
     """The answer, if it is one to the request. Raises `SamplerError` with everything that is wrong first of it."""
     if len(answer) != len(request.prompts):
