@@ -3,8 +3,8 @@
     python examples/document_qa.py
     accelerate launch examples/document_qa.py Qwen/Qwen3.6-27B my_texts/        # one H200, prompts of 128,000 tokens
 
-Without arguments a tiny random model reads prompts of 2,000 bytes on a CPU, which shows how the parts fit together: it is
-far too small to find anything, and 15 steps do not teach it to answer with numbers either, for which it gets a small
+Without arguments a tiny random model reads prompts of 2,000 bytes on a CPU, which shows how the parts fit together: it
+is far too small to find anything, and 15 steps do not teach it to answer with numbers either, for which it gets a small
 reward beside `needle_recall_reward` so that there is a gradient.
 """
 
