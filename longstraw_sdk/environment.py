@@ -14,8 +14,7 @@ ATTENTION = "LONGSTRAW_ATTENTION"
 """Which operator computes prefix attention; "auto" is the fastest that a trial on the device found right."""
 
 KERNELS = "LONGSTRAW_KERNELS"
-"""Whether fused kernels are used where a trial on the device found them right; "all" tries also those that have been
-compiled for GPUs, but never run on one."""
+"""Whether fused kernels are used where a trial on the device found them right."""
 
 DECODE = "LONGSTRAW_DECODE"
 """Whether sampling replays a CUDA graph where it can."""
@@ -23,7 +22,7 @@ DECODE = "LONGSTRAW_DECODE"
 POSITIONS = "LONGSTRAW_POSITIONS"
 """A `PositionConfig` as JSON, which extends the model's positions; unset leaves them alone."""
 
-ALLOWED = {ATTENTION: ("auto", "reference", "cudnn"), KERNELS: ("auto", "off", "all"), DECODE: ("eager", "graph")}
+ALLOWED = {ATTENTION: ("auto", "reference", "cudnn"), KERNELS: ("auto", "off"), DECODE: ("eager", "graph")}
 
 _WITHOUT_KERNELS: ContextVar[bool] = ContextVar("longstraw_without_kernels", default=False)
 
@@ -57,11 +56,6 @@ def kernels_off() -> str | None:
     if asked(KERNELS) == "off":
         return f"{KERNELS} is 'off'"
     return "a reference is computed without them" if _WITHOUT_KERNELS.get() else None
-
-
-def never_run() -> str | None:
-    """Why no kernel may be used here that has never run on a GPU, or None."""
-    return None if asked(KERNELS) == "all" else f"it has never run on a GPU; {KERNELS}=all tries it"
 
 
 @contextmanager

@@ -94,8 +94,8 @@ def parity(architecture, n_layers, case, fault=None):
 
 def _slices_start_from(change):
     def breaks(patch):
-        def broken(transition, own, initial, context):
-            start, end = carry_state(transition, own, initial, context)
+        def broken(affine, initial, context):
+            start, end = carry_state(affine, initial, context)
             return change(start, initial), end
 
         patch.setattr(gated_delta_net, "carry_state", broken)
@@ -161,7 +161,7 @@ FAULTS = {
     "gradient of one rank": _no_reduction,
     "gradient averaged over the context": _mean_over_the_context,
     "pages of other ranks ignored": _in_attention(
-        "_merge_ranks", lambda given, q, found, view: [given[view.context.rank]]
+        "_start_return", lambda given, q, found, view: lambda: [given()[view.context.rank]]
     ),
     "pages of other ranks ignored in backward": _in_attention("_own_queries", _of_own_pages),
     "new tokens of other ranks ignored": _in_attention("_seen", _without_the_new_tokens_before),
@@ -253,7 +253,7 @@ def carry_state_errors(leading, dims, dtype=torch.float64, autocast=False, froze
     for name, tensor in zip(names, mine, strict=True):
         tensor.requires_grad_(name not in frozen)
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        start, end = carry_state(*mine, context)
+        start, end = carry_state(torch.cat([mine[1], mine[0]], -1), mine[2], context)
         ((start * d_starts[context.rank]).sum() + (end * d_end).sum()).backward()
     found = {"start": start.detach(), "end": end.detach()}
     wanted = {"start": states[context.rank].detach(), "end": states[-1].detach()}

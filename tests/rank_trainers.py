@@ -1,5 +1,6 @@
-"""Trainers that the ranks of a `RankPool` run."""
+"""Trainers and benchmarks that the ranks of a `RankPool` run."""
 
+import dataclasses
 import hashlib
 import os
 import tempfile
@@ -10,6 +11,10 @@ import torch
 import trl_setup
 
 from longstraw_sdk import LongStrawSession
+from longstraw_sdk.bench import context_bytes
+from longstraw_sdk.bench.geometry import TINY_QWEN36
+from longstraw_sdk.bench.group_steps import Run, StepPlan, run_steps
+from longstraw_sdk.bench.systems import Group, Options
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
 from longstraw_sdk.trainers.expert_shards import whole_adapter
@@ -94,9 +99,12 @@ def train_masked():
         return trainer.state.global_step, trainer.longstraw.stats.replayed_tokens, change
 
 
-def replay_bytes(dtype, n_response):
-    """(bytes that this rank received in a replay and its backward, widths) of a Llama with one layer."""
-    model = tiny_model("llama", n_layers=1).to(dtype)
+def replay_bytes(dtype, n_response, architecture="llama", n_layers=1, checkpointing=False):
+    """(bytes that this rank received in a replay and its backward, widths, bytes by formula)."""
+    model = tiny_model(architecture, n_layers=n_layers).to(dtype)
+    if checkpointing:
+        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
     config = model.get_base_model().config
     prompt = torch.arange(40) % config.vocab_size
     with LongStrawSession(model, chunk_tokens=16, page_tokens=8, context_parallel_size=2, probe=False) as session:
@@ -107,4 +115,24 @@ def replay_bytes(dtype, n_response):
             received = session.backend.context.received_bytes - before
             prefix.release()
         session.finalize()
-    return received, (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    formula = context_bytes.replay_bytes(model, 2, n_response, 1, checkpointing=checkpointing, output_travels=False)
+    return received, (config.num_attention_heads, config.num_key_value_heads, config.head_dim), formula
+
+
+def bench_of_two():
+    """Rows of a plan whose runs are this rank alone, and both ranks as a context with chunks of its own."""
+    runs = (Run("full", 16), Run("full", 16, ranks=2, chunk_tokens=32))
+    group = Group(prompt_tokens=60, size=3, response_tokens=9)
+    plan = StepPlan(
+        preset="test",
+        models=((dataclasses.replace(TINY_QWEN36, n_units=1), ()),),
+        groups=(group,),
+        runs=runs,
+        options=Options(chunk_tokens=16, page_tokens=16),
+        warm_up=Group(prompt_tokens=20, size=2, response_tokens=5),
+        ceiling_tokens=64,
+        device=torch.device("cpu"),
+        n_processes=2,
+    )
+    *_, result = run_steps(plan, lambda done: None)
+    return result.rows()

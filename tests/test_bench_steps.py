@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rank_trainers
 import torch
 
 from longstraw_sdk.bench import group_steps, systems
@@ -21,6 +22,7 @@ from longstraw_sdk.bench.systems import (
     prefix_grouper_step,
     transformers_step,
 )
+from longstraw_sdk.errors import ConfigurationError
 from longstraw_sdk.evidence.parity import randomize_lora, relative_l2
 from longstraw_sdk.lora import base_model_of
 
@@ -170,12 +172,25 @@ def test_work_is_what_a_count_by_hand_says():
 
 
 def test_presets_for_a_large_gpu_are_refused_where_there_is_none(monkeypatch):
-    from longstraw_sdk.errors import ConfigurationError
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for preset in (group_steps.h200_27b_32k, group_steps.h200_27b_128k, group_steps.h200_27b_1m):
         with pytest.raises(ConfigurationError, match="needs a CUDA device of at least 130 GiB, and there is none"):
             next(preset(lambda done: None))
+
+
+def test_a_plan_runs_on_as_many_processes_as_it_asks_for():
+    with pytest.raises(ConfigurationError, match="cpu-cp2 runs on 2 processes, and 1 run; start it with torchrun"):
+        next(group_steps.cpu_cp2(lambda done: None))
+
+
+def test_ranks_of_a_context_have_rows_with_what_they_received(rank_pools):
+    for rows in rank_pools[2].run(rank_trainers.bench_of_two):
+        alone, together = rows
+        assert (alone["ranks"], together["ranks"]) == (1, 2)
+        assert alone["received_bytes"] is alone["replay_bytes"] is None
+        assert together["received_bytes"]["replay"] == together["replay_bytes"] > 0
+        assert together["received_bytes"]["capture"] > 0 and together["chunk_tokens"] == 32
+        assert together["state_gib"] < alone["state_gib"]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)

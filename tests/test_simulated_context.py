@@ -98,9 +98,9 @@ class CountsItself(SimulatedContext):
 
 
 class ForgetsExchanges(SimulatedContext):
-    def exchange(self, x):
+    def start_exchange(self, x):
         before = self.received_bytes
-        out = super().exchange(x)
+        out = super().start_exchange(x)
         self.received_bytes = before
         return out
 

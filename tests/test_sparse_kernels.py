@@ -15,7 +15,6 @@ import pytest
 import torch
 from test_sparse_ops import INPUTS, draw_case, draw_selection, view_of
 
-from longstraw_sdk import environment
 from longstraw_sdk.environment import KERNELS as VARIABLE
 from longstraw_sdk.ops import sparse_latent_attention
 from longstraw_sdk.ops.latent_pages import gradient_sums, joined, rows_in_one_piece
@@ -122,20 +121,6 @@ def test_what_the_kernel_for_hopper_cannot_serve_has_a_reason(monkeypatch, rank,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert reason in attention._why_not_hopper(None, CUDA, torch.bfloat16, 64, rank, rope_dim)
     assert attention._why_not_hopper("off", CUDA, torch.bfloat16, 64, rank, rope_dim) == "off"
-
-
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setenv("LONGSTRAW_KERNELS", "all")
-
-
-def test_what_never_ran_on_a_gpu_must_be_asked_for(monkeypatch):
-    assert environment.never_run() is None
-    for value in ("auto", "off"):
-        monkeypatch.setenv("LONGSTRAW_KERNELS", value)
-        assert "LONGSTRAW_KERNELS=all tries it" in environment.never_run()
-    monkeypatch.delenv("LONGSTRAW_KERNELS")
-    assert "never run on a GPU" in environment.never_run()
 
 
 @pytest.fixture

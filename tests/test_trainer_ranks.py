@@ -151,14 +151,21 @@ def test_only_the_first_rank_of_a_context_asks_for_rewards(two):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_replay_receives_the_bytes_of_the_formula(two, dtype):
     """One attention layer, W = 2 ranks with L = 32 of 64 tokens each: inputs in their dtype, sums in the wider one."""
-    (received, (heads, kv_heads, dim)), other = two.run(rank_trainers.replay_bytes, dtype, 64)
+    (received, (heads, kv_heads, dim), formula), other = two.run(rank_trainers.replay_bytes, dtype, 64)
     narrow, wide, slice_tokens = dtype.itemsize, max(4, dtype.itemsize), 32
     inputs = slice_tokens * dim * narrow * (2 * (heads + 2 * kv_heads) + heads)  # q, k, v, twice; the output's gradient
     found = slice_tokens * heads * (dim + 1) * wide  # attention to the other rank's pages, and its log-sum-exp
     back = slice_tokens * wide * (dim * (heads + 2 * kv_heads) + 2 * heads)  # gradients; log-sum-exp and delta
     outputs = 2 * slice_tokens * 4 if dtype == torch.bfloat16 else 2 * slice_tokens * 8  # log-probs and entropies
     agreement = 16 + 16  # a hash of the responses and whether all accept them; two numbers of the loss's gradient
-    assert received == other[0] == inputs + found + back + outputs + agreement
+    assert received == other[0] == formula == inputs + found + back + outputs + agreement
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_replay_of_a_hybrid_model_receives_the_bytes_of_the_formula(two, checkpointing):
+    options = (torch.float32, 33, "qwen36", 4, checkpointing)
+    (received, _, formula), other = two.run(rank_trainers.replay_bytes, *options)
+    assert received == other[0] == formula
 
 
 def test_a_window_of_masked_rows_steps_on_ranks_too(two):

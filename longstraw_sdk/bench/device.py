@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,15 +16,16 @@ GIB = 2**30
 
 
 def require_cuda(preset: str, n_bytes: int, instead: str) -> torch.device:
-    """The first CUDA device. Raises `ConfigurationError`, with a preset to run `instead`, if it has less memory."""
-    found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    """This process's CUDA device. `ConfigurationError`, naming a preset to run `instead`, if it is too small."""
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    found = torch.cuda.get_device_properties(index).total_memory if index < torch.cuda.device_count() else 0
     if found < n_bytes:
         raise ConfigurationError(
             f"{preset} needs a CUDA device of at least {n_bytes / GIB:.0f} GiB, and "
             + (f"this one has {found / GIB:.0f} GiB" if found else "there is none")
             + f"; {instead} does the same with tiny models"
         )
-    return torch.device("cuda", 0)
+    return torch.device("cuda", index)
 
 
 def fastest_attention() -> AbstractContextManager[None]:

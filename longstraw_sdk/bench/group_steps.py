@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from typing import get_args
 
 import torch
 
+from ..backends.ranks import n_processes
+from ..errors import ConfigurationError
 from ..evidence.machine import describe_machine
 from ..evidence.parity import randomize_lora
 from ..lora import base_model_of
 from ..types import CausalLM, GradientScope
+from .context_bytes import replay_bytes
 from .device import GIB, require_cuda
 from .geometry import CHECKPOINTING, LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
 from .result import Progress
@@ -26,6 +30,7 @@ from .systems import (
     longstraw_step,
     measure,
     prefix_grouper_step,
+    slowest_rank,
     transformers_step,
 )
 
@@ -38,6 +43,10 @@ class Run:
     replay_tokens: int | None = None
     checkpointing: bool = True
     """Whether backward forwards each layer again, or the activations of a whole pack stay."""
+    ranks: int = 1
+    """Ranks of a context that take the step together; with 1 each process takes it by itself."""
+    chunk_tokens: int | None = None
+    """In place of the plan's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,7 @@ class StepPlan:
         runs: our own measurements of each group.
         warm_up: a group before each measurement, which compiles and plans kernels; peers take one response of it.
         ceiling_tokens: size of the products and of the attention that the roofline is measured with.
+        n_processes: how many of them a launcher has to start.
     """
 
     preset: str
@@ -60,6 +70,7 @@ class StepPlan:
     warm_up: Group
     ceiling_tokens: int
     device: torch.device
+    n_processes: int = 1
 
 
 PEERS: dict[str, Step] = {"transformers": transformers_step, "prefix-grouper": prefix_grouper_step}
@@ -106,6 +117,38 @@ def h200_27b_1m(progress: Progress) -> Iterator[StepResult]:
     yield from _on_h200("h200-27b-1m", groups, (Run("response", 4096),), 262_144, progress, sampled_tokens=32)
 
 
+def h200_27b_cp2(progress: Progress) -> Iterator[StepResult]:
+    """Qwen3.6-27B behind 131,072 tokens on two H200: each by itself, and as the ranks of one context."""
+    groups = (Group(prompt_tokens=131_072, size=8, response_tokens=1024),)
+    together = Run("response", 4096, ranks=2)
+    runs = (
+        Run("response", 4096),
+        replace(together, chunk_tokens=16_384),  # as many tokens per rank and forward as one GPU has
+        together,
+        Run("full", 4096),
+        replace(together, scope="full"),
+    )
+    yield from _on_h200("h200-27b-cp2", groups, runs, 32_768, progress, n_processes=2)
+
+
+def cpu_cp2(progress: Progress) -> Iterator[StepResult]:
+    """The same of a small model and two processes on a CPU, which share its cores."""
+    yield from run_steps(
+        StepPlan(
+            preset="cpu-cp2",
+            models=((TINY_QWEN36, ()),),
+            groups=(Group(prompt_tokens=1024, size=4, response_tokens=32),),
+            runs=tuple(Run(scope, 128, ranks=n) for scope in get_args(GradientScope) for n in (1, 2)),
+            options=Options(chunk_tokens=256, page_tokens=128),
+            warm_up=Group(prompt_tokens=64, size=2, response_tokens=8),
+            ceiling_tokens=512,
+            device=torch.device("cpu"),
+            n_processes=2,
+        ),
+        progress,
+    )
+
+
 def _on_h200(
     preset: str,
     groups: tuple[Group, ...],
@@ -113,24 +156,30 @@ def _on_h200(
     warm_up_tokens: int,
     progress: Progress,
     sampled_tokens: int = 0,
+    n_processes: int = 1,
 ) -> Iterator[StepResult]:
     yield from run_steps(
         StepPlan(
             preset=preset,
-            models=((QWEN36_27B, ("transformers",)),),
+            models=((QWEN36_27B, ("transformers",) if n_processes == 1 else ()),),
             groups=groups,
             runs=runs,
             options=Options(chunk_tokens=8192, page_tokens=4096, sampled_tokens=sampled_tokens),
             warm_up=Group(prompt_tokens=warm_up_tokens, size=4, response_tokens=1024),
             ceiling_tokens=16_384,
-            device=require_cuda(preset, NEEDED_BYTES, "cpu-small"),
+            device=require_cuda(preset, NEEDED_BYTES, "cpu-small" if n_processes == 1 else "cpu-cp2"),
+            n_processes=n_processes,
         ),
         progress,
     )
 
 
 def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
-    """Yields the result after every measurement."""
+    """Yields the result after every measurement.
+
+    Raises `ConfigurationError` unless as many processes run as the plan asks for.
+    """
+    _check_processes(plan)
     rows: list[StepRow] = []
     settings: dict[str, object] = {
         "options": asdict(plan.options),
@@ -150,7 +199,8 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
         settings[geometry.name] = {"dtype": str(geometry.dtype), "ceilings": asdict(ceilings)} | asdict(work)
         for i, group in enumerate(plan.groups):
             steps: list[tuple[str, Run, Step]] = [
-                ("longstraw", run, longstraw_step(run.scope, run.replay_tokens, plan.options)) for run in plan.runs
+                ("longstraw", run, longstraw_step(run.scope, run.replay_tokens, _options(plan, run)))
+                for run in plan.runs
             ]
             if i == 0:
                 steps += [(name, Run(), PEERS[name]) for name in peers]
@@ -160,13 +210,54 @@ def run_steps(plan: StepPlan, progress: Progress) -> Iterator[StepResult]:
                     continue
                 warm_up = plan.warm_up if system == "longstraw" else replace(plan.warm_up, size=1)
                 with _checkpointing(model, run.checkpointing):
-                    found = measure(model, step, warm_up, group)
+                    found = slowest_rank(measure(model, step, warm_up, group))
                 least = work.step(group.prompt_tokens, group.response_tokens, group.size, run.scope).seconds(ceilings)
                 capture = work.capture(group.prompt_tokens).seconds(ceilings)
-                rows.append(_row(geometry, system, run, group, found, least, capture))
+                row = _row(geometry, system, run, group, found, least / run.ranks, capture / run.ranks)
+                if system == "longstraw":
+                    row = replace(row, chunk_tokens=_options(plan, run).chunk_tokens)
+                if run.ranks > 1:
+                    row = replace(
+                        row, received_bytes=found.received_bytes, replay_bytes=_replay_bytes(model, run, group)
+                    )
+                rows.append(row)
                 progress(rows[-1].summary)
                 yield StepResult(preset=plan.preset, settings=settings, machine=describe_machine(), steps=tuple(rows))
         del model
+
+
+def _check_processes(plan: StepPlan) -> None:
+    if n_processes() != plan.n_processes:
+        one = plan.n_processes == 1
+        raise ConfigurationError(
+            f"{plan.preset} runs on {plan.n_processes} process{'' if one else 'es'}, and {n_processes()} run; "
+            + ("start it without a launcher" if one else _LAUNCH.format(plan.n_processes, plan.preset))
+        )
+
+
+_LAUNCH = "start it with torchrun --nproc-per-node {} -m longstraw_sdk.cli bench --preset {}"
+
+
+def _options(plan: StepPlan, run: Run) -> Options:
+    return replace(plan.options, ranks=run.ranks, chunk_tokens=run.chunk_tokens or plan.options.chunk_tokens)
+
+
+def _replay_bytes(model: CausalLM, run: Run, group: Group) -> int:
+    """What `context_bytes` says of all packs; cuDNN's operator runs on CUDA."""
+    n_packed = max(1, (run.replay_tokens or 0) // group.response_tokens)
+    sizes = [min(n_packed, group.size - start) for start in range(0, group.size, n_packed)]
+    on_cuda = base_model_of(model).get_input_embeddings().weight.is_cuda
+    return sum(
+        replay_bytes(
+            model,
+            run.ranks,
+            group.response_tokens,
+            n,
+            checkpointing=base_model_of(model).is_activation_checkpointing and run.checkpointing,
+            output_travels=on_cuda and run.scope == "full",
+        )
+        for n in sizes
+    )
 
 
 @contextmanager
@@ -202,6 +293,7 @@ def _row(
         response_tokens=group.response_tokens,
         replay_tokens=run.replay_tokens,
         checkpointing=geometry.checkpointing and run.checkpointing,
+        ranks=run.ranks,
         capture_seconds=seconds.get("capture"),
         sample_seconds=seconds.get("sample"),
         replay_seconds=seconds.get("replay"),

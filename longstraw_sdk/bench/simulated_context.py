@@ -6,7 +6,7 @@ those of a real rank, which `tests/test_simulated_context.py` checks beside rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,12 +44,12 @@ class SimulatedContext(ContextGroup):
         self._count(x, self.size - 1)
         return out.copy_(x.expand_as(out))
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def start_exchange(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         x = x.contiguous()
         out = torch.empty_like(x)
         self._count(x[0], self.size - 1)
         out.copy_(x)
-        return self._of_their_rows(out) if _are_candidates(x) else out
+        return lambda: self._of_their_rows(out) if _are_candidates(x) else out
 
     def exchange_uneven(self, x: torch.Tensor, n_sent: list[int], n_received: list[int]) -> torch.Tensor:
         """As many rows as would come; what this rank would send, over and over."""

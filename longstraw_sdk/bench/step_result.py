@@ -41,6 +41,14 @@ class StepRow:
     """The resident state after capture; None of peers."""
     roofline_share: float | None
     capture_roofline_share: float | None
+    chunk_tokens: int | None = None
+    """Prompt tokens per forward; None of peers."""
+    ranks: int = 1
+    """Processes that took the step together; seconds and memory are the most of any."""
+    received_bytes: dict[str, int] | None = None
+    """What a rank received from the others, by phase."""
+    replay_bytes: int | None = None
+    """What `context_bytes` says that it receives in the replays."""
 
     @property
     def heading(self) -> str:
@@ -50,14 +58,17 @@ class StepRow:
     def run(self) -> str:
         packs = "" if self.replay_tokens is None else f", {self.replay_tokens}"
         kept = "" if self.checkpointing else ", kept"
-        return f"{self.system} ({self.gradient_scope}{packs}{kept})"
+        ranks = f" on {self.ranks} ranks, chunk {self.chunk_tokens}" if self.ranks > 1 else ""
+        return f"{self.system} ({self.gradient_scope}{packs}{kept}){ranks}"
 
     @property
     def summary(self) -> str:
         what = f"{self.heading}, {self.run}"
         if self.step_seconds is None:
             return f"{what}: out of memory"
-        return f"{what}: {self.step_seconds:.2f} s, {self.peak_gib:.3f} GiB"
+        received = "" if self.received_bytes is None else f", received in replays {self.received_bytes['replay']:,} B"
+        expected = "" if self.replay_bytes is None else f" (formula {self.replay_bytes:,})"
+        return f"{what}: {self.step_seconds:.2f} s, {self.peak_gib:.3f} GiB{received}{expected}"
 
 
 @dataclass(frozen=True, kw_only=True)

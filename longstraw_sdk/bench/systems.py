@@ -6,17 +6,20 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from ..backends.ranks import n_processes, start_processes
 from ..evidence.memory import trace_memory
 from ..lora import base_model_of
 from ..ops import selective_log_probs
 from ..session import LongStrawSession
+from ..state import ContextGroup
 from ..types import CausalLM, GradientScope
 from .device import fastest_attention, synchronize
 
@@ -50,23 +53,34 @@ class Options:
     page_tokens: int
     sampled_tokens: int = 0
     """Tokens that a step samples of each response before it scores and replays the drawn ones; 0 samples none."""
+    ranks: int = 1
+    """Ranks of a context. 1 under a launcher lets every rank take the step by itself."""
 
 
 @dataclass
 class Phases:
-    """Seconds by phase, and bytes of the resident state after capture where there is one."""
+    """Seconds by phase, what came from other ranks in it, and bytes of the resident state after capture."""
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
+    received_bytes: dict[str, int] = field(default_factory=dict)
     state_bytes: int | None = None
+    context: ContextGroup | None = None
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
+        context = self.context
+        if context is not None:
+            context.agree(True)  # all begin together
+        received = 0 if context is None else context.received_bytes
         synchronize(self.device)
         began = time.perf_counter()
         yield
         synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+        if context is not None:
+            received = context.received_bytes - received
+            self.received_bytes[name] = self.received_bytes.get(name, 0) + received
 
 
 Step = Callable[[CausalLM, Group, Phases], None]
@@ -85,8 +99,10 @@ def longstraw_step(scope: GradientScope, replay_tokens: int | None, options: Opt
             chunk_tokens=options.chunk_tokens,
             page_tokens=options.page_tokens,
             replay_tokens=replay_tokens,
+            context_parallel_size=options.ranks,
             probe=False,
         ) as session:
+            phases.context = session.backend.context
             with phases.timed("capture"):
                 prefix = session.capture(prompt)
             phases.state_bytes = prefix.n_bytes
@@ -200,13 +216,15 @@ def _weighted(base: Any, hidden: torch.Tensor, row: torch.Tensor, advantage: tor
 class Measured:
     """Seconds by phase, and the largest memory of a step with weights, LoRA and gradients; None if it did not fit.
 
-    `weights_bytes` are those of the model with LoRA, `state_bytes` those of a captured prompt.
+    `weights_bytes` are those of the model with LoRA, `state_bytes` those of a captured prompt on this rank,
+    `received_bytes` came from other ranks, by phase.
     """
 
     seconds: dict[str, float]
     peak_bytes: int | None
     weights_bytes: int
     state_bytes: int | None = None
+    received_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def measure(model: CausalLM, step: Step, warm_up: Group, group: Group) -> Measured:
@@ -221,17 +239,40 @@ def measure(model: CausalLM, step: Step, warm_up: Group, group: Group) -> Measur
             torch.cuda.reset_peak_memory_stats(device)
             phases = Phases(device)
             step(model, group, phases)
-            return Measured(phases.seconds, torch.cuda.max_memory_allocated(device), weights, phases.state_bytes)
+            peak = torch.cuda.max_memory_allocated(device)
+            return Measured(phases.seconds, peak, weights, phases.state_bytes, phases.received_bytes)
         with trace_memory() as trace:
             step(model, group, Phases(device))
         _clean(model)
         phases = Phases(device)  # again without the trace, which slows every operation
         step(model, group, phases)
-        return Measured(phases.seconds, weights + trace.peak_bytes, weights, phases.state_bytes)
+        peak = weights + trace.peak_bytes
+        return Measured(phases.seconds, peak, weights, phases.state_bytes, phases.received_bytes)
     except torch.cuda.OutOfMemoryError:
         return Measured({}, None, weights)
     finally:
         _clean(model)
+
+
+def slowest_rank(found: Measured) -> Measured:
+    """The most that any process measured, by phase and of memory. Every process calls it."""
+    if n_processes() == 1:
+        return found
+    start_processes()
+    ranks: list[Any] = [None] * n_processes()
+    dist.all_gather_object(ranks, found)
+    if any(rank.peak_bytes is None for rank in ranks):
+        return replace(found, seconds={}, peak_bytes=None)
+
+    def most(name: str) -> dict[str, Any]:
+        return {phase: max(getattr(rank, name)[phase] for rank in ranks) for phase in getattr(found, name)}
+
+    return replace(
+        found,
+        seconds=most("seconds"),
+        peak_bytes=max(rank.peak_bytes for rank in ranks),
+        received_bytes=most("received_bytes"),
+    )
 
 
 def _clean(model: CausalLM) -> None:

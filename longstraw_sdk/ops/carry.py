@@ -19,16 +19,16 @@ from .autocast import without_autocast
 
 
 def carry_state(
-    transition: torch.Tensor, own: torch.Tensor, initial: torch.Tensor, context: ContextGroup
+    affine: torch.Tensor, initial: torch.Tensor, context: ContextGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state that this rank's slice starts from, and the one behind all slices.
 
     Args:
-        transition: [..., Dk, Dk], A of this rank's slice.
-        own: [..., Dk, Dv], B: the end of this rank's slice when it starts from zero.
+        affine: [..., Dk, Dv + Dk], B and A of this rank's slice beside each other: the end of the slice when it starts
+            from zero, and what it multiplies the state by.
         initial: [..., Dk, Dv], the state before the first slice, equal on all ranks.
     """
-    start, end = _CarryState.apply(transition, own, initial, context)
+    start, end = _CarryState.apply(affine, initial, context)
     return start, end
 
 
@@ -36,27 +36,28 @@ class _CarryState(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, transition: torch.Tensor, own: torch.Tensor, initial: torch.Tensor, context: ContextGroup
+        ctx: Any, affine: torch.Tensor, initial: torch.Tensor, context: ContextGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = [initial]
-        for a, b in zip(context.gather(transition), context.gather(own), strict=True):
-            states.append(a @ states[-1] + b)
+        states, width = [initial], initial.shape[-1]
+        for own in context.gather(affine):
+            states.append(own[..., width:] @ states[-1] + own[..., :width])
         ctx.context = context
-        ctx.save_for_backward(transition, states[context.rank])  # those of all ranks would not fit beside many layers
+        # Of this rank: those of all would not fit beside many layers.
+        ctx.save_for_backward(affine[..., width:], states[context.rank])
         return states[context.rank].clone(), states[-1]
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         transition, start = ctx.saved_tensors
-        rank = ctx.context.rank
         d_start, d_state = grad_outputs
-        transitions, d_starts = ctx.context.gather(transition), ctx.context.gather(d_start)
+        width = d_start.shape[-1]
+        gathered = ctx.context.gather(torch.cat([d_start, transition], -1))
         for s in reversed(range(ctx.context.size)):
-            if s == rank:
-                d_own, d_transition = d_state, d_state @ start.transpose(-1, -2)
-            d_state = transitions[s].transpose(-1, -2) @ d_state + d_starts[s]
-        return d_transition, d_own, d_state, None
+            if s == ctx.context.rank:
+                d_affine = torch.cat([d_state, d_state @ start.transpose(-1, -2)], -1)
+            d_state = gathered[s, ..., width:].transpose(-1, -2) @ d_state + gathered[s, ..., :width]
+        return d_affine, d_state, None
 
 
 def carry_tail(

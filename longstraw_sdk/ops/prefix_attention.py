@@ -7,6 +7,7 @@ prefix rows are added in place to their accumulators instead of travelling throu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -112,11 +113,12 @@ def _attend(
     """Output [B, Hq, T, Dv] in the dtype of `query`, and log-sum-exp [Hkv, B, g, T]."""
     q = _grouped(query, key)
     k, v = (_seen(_heads_first(x), view) for x in (key, value))
-    parts = [operator.attend_causally(q, k, v, scale)]
-    if view is not None:
+    of_pages: Callable[[], list[Part]] = list
+    if view is not None:  # first, so that what was found travels while the new rows are attended to
         found = operator.attend_to_pages(_all_queries(q, view), view, scale, v.shape[-1])
-        parts += _merge_ranks(q, found, view)
-    out, lse = merge_parts(parts)
+        of_pages = _start_return(q, found, view)
+    parts = [operator.attend_causally(q, k, v, scale)]
+    out, lse = merge_parts(parts + of_pages())
     return _ungrouped(out).to(query.dtype), lse
 
 
@@ -167,18 +169,21 @@ def _own_queries(d_flat: torch.Tensor, q: torch.Tensor, view: PagedView) -> torc
     return view.context.gather(d_flat).sum(0).view_as(q)
 
 
-def _merge_ranks(q: torch.Tensor, found: Part, view: PagedView) -> list[Part]:
-    """What the pages of each rank had for this rank's queries."""
-    out, lse = found
+def _start_return(q: torch.Tensor, found: Part, view: PagedView) -> Callable[[], list[Part]]:
+    """Send home what this rank's pages had for all queries; the result waits for what all pages had for its own."""
     rows = q.shape[:-1]
-    if view.context is None:
-        return [(out.view(*rows, -1), lse.view(rows))]
-    both = torch.cat([out, lse[..., None]], -1)
-    if view.split:
-        pieces = view.context.exchange(view.context.by_rank(both))
-    else:
-        pieces = view.context.gather(both)
-    return [(piece[..., :-1].reshape(*rows, -1), piece[..., -1].reshape(rows)) for piece in pieces]
+
+    def parts(outs: Iterable[torch.Tensor], sums: Iterable[torch.Tensor]) -> list[Part]:
+        return [(out.reshape(*rows, -1), lse.reshape(rows)) for out, lse in zip(outs, sums, strict=True)]
+
+    context = view.context
+    if context is None:
+        return lambda: parts(*([x] for x in found))
+    if not view.split:
+        return lambda: parts(*(context.gather(x) for x in found))
+    # Not as one tensor: rows of D + 1 numbers are not aligned.
+    begun = [context.start_exchange(context.by_rank(x)) for x in found]
+    return lambda: parts(*(finish() for finish in begun))
 
 
 def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

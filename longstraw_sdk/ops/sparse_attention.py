@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..environment import kernels_off, never_run
+from ..environment import kernels_off
 from ..state import MLALatentSpec, PagedLayerState, PagePool
 from ..state.resident import PagedView
 from ..types import accumulation_dtype
@@ -205,7 +205,7 @@ def why_not_fused(
     Found by a trial, and logged, once per kind of rows and number of heads.
     """
     sizes = (query_latent.shape[-2], latent.shape[-1], key_rope.shape[-1])
-    reason = _why(kernels_off() or never_run(), latent.device, latent.dtype, *sizes)
+    reason = _why(kernels_off(), latent.device, latent.dtype, *sizes)
     if reason is not None:
         return reason
     rows = {key_rope.dtype} | ({c.dtype for c in view.layer_state.components} if view.first_new else set())

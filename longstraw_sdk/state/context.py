@@ -8,6 +8,7 @@ on and give the last most of the causal work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +81,20 @@ class ContextGroup:
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """Entry s of `x` [W, ...] goes to rank s; returns what every rank had for this one, [W, ...]."""
+        return self.start_exchange(x)()
+
+    def start_exchange(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`exchange`, begun: what is returned waits for it, so that something else can be computed meanwhile."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._count(x[0], self.size - 1)
-        dist.all_to_all_single(out, x, group=self.group)
-        return out
+        work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return out
+
+        return finish
 
     def exchange_uneven(self, x: torch.Tensor, n_sent: list[int], n_received: list[int]) -> torch.Tensor:
         """The first `n_sent[0]` rows of `x` [N, ...] go to rank 0, and so on; returns what came, in rank order."""

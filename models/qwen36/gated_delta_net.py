@@ -20,9 +20,10 @@ from .kernels import convolve, why_no_kernels
 class ResidentGatedDeltaNet(stock.Qwen3_5GatedDeltaNet):
     """`Qwen3_5GatedDeltaNet` with fused kernels around its scan, and for one rank's slice of the tokens.
 
-    For a slice the scan runs twice: once over values widened by zeros, from zero widened by the identity, which gives
-    the slice's affine map of the state, then from the state that the slice really starts from. Generation, whole
-    sequences without kernels and anything without a resident cache are the stock forward.
+    A slice is scanned before the state that it starts from is known. State and output are affine in that state, so one
+    scan over values widened by zeros, from zero widened by the identity, gives the slice's own part and the matrices
+    that the state is multiplied by. Generation, whole sequences without kernels and anything without a resident cache
+    are the stock forward.
     """
 
     def forward(self, hidden_states: torch.Tensor, cache: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -68,10 +69,13 @@ class ResidentGatedDeltaNet(stock.Qwen3_5GatedDeltaNet):
             real = (torch.arange(n_tokens, device=mixed.device) < n_real[context.rank])[:, None]
             beta, g = beta * real, g * real
             identity = torch.eye(self.head_k_dim, dtype=start.dtype, device=g.device).expand(*shape, -1)
-            _, ends = run(F.pad(value, (0, self.head_k_dim)), torch.cat([torch.zeros_like(start), identity], -1))
-            own, transition = ends.split([self.head_v_dim, self.head_k_dim], -1)
-            start, end = carry_state(transition, own, start, context)
-            out, _ = run(value, start)
+            wide = torch.cat([torch.zeros_like(start), identity], -1)
+            wide_out, affine = run(F.pad(value, (0, self.head_k_dim)), wide)
+            start, end = carry_state(affine, start, context)
+            wide_out = wide_out.transpose(1, 2).flatten(0, 1)  # [B * H, T, Dv + Dk]
+            own_out, read = wide_out.split([self.head_v_dim, self.head_k_dim], -1)
+            out = torch.baddbmm(own_out, read, start.flatten(0, 1).to(read.dtype))
+            out = out.unflatten(0, (batch, -1)).transpose(1, 2)
         layer.produce(conv=layer_tail, recurrent=end)
 
         z = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
