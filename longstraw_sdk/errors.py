@@ -49,6 +49,14 @@ class SamplerError(LongStrawError, RuntimeError):
     """A sampler did not answer, or its answer cannot be trained on. The update that asked for it was not begun."""
 
 
+class PlacementError(LongStrawError, RuntimeError):
+    """A cluster is not what a run needs, did not do what was asked in time, or keeps what could not be removed."""
+
+
+class RankLostError(PlacementError):
+    """A rank's process or node is gone. The update was not closed; the last closed one is what the run goes on from."""
+
+
 def require_at_least(name: str, value: object, least: int) -> None:
     """Raise `ConfigurationError` unless the option `name` is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

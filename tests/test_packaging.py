@@ -110,7 +110,7 @@ def test_bare_import_is_refused(name):
 def test_importing_the_core_is_light():
     heavy = ["trl", "peft", "ray", "megatron", "datasets", "accelerate"]
     result = python(
-        "import sys, longstraw_sdk, longstraw_sdk.models, longstraw_sdk.trainers",
+        "import sys, longstraw_sdk, longstraw_sdk.models, longstraw_sdk.trainers, longstraw_sdk.placement",
         f"print(sorted(set({heavy}) & set(sys.modules)))",
     )
     assert result.returncode == 0, result.stderr

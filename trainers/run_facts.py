@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from longstraw_sdk.evidence.machine import version_of
+from longstraw_sdk.evidence.machine import observed_accelerator, version_of
 
 PACKAGES = ("longstraw-sdk", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
 
@@ -57,20 +57,12 @@ def describe_rank(trainer: Any) -> dict[str, Any]:
         "rank": trainer.args.process_index,
         "context_rank": 0 if context is None else context.rank,
         "planned": {"local_rank": trainer.args.local_process_index, "device": str(trainer.args.device)},
-        "observed": _observed(trainer.longstraw.bound.device),
+        "observed": observed_accelerator(trainer.longstraw.bound.device),
         "seconds": dict(stats.seconds),
         "captured_tokens": stats.captured_tokens,
         "replayed_tokens": stats.replayed_tokens,
         "swept_tokens": stats.swept_tokens,
     }
-
-
-def _observed(device: torch.device) -> dict[str, Any]:
-    """The accelerator that a rank really has."""
-    if device.type != "cuda":
-        return {"device": str(device), "name": None, "uuid": None}
-    properties = torch.cuda.get_device_properties(device)
-    return {"device": str(device), "name": properties.name, "uuid": str(properties.uuid)}
 
 
 _SECRETS = re.compile(r"(^|_)(token|auth_token|access_token|api_key|secret|password)$")

@@ -11,6 +11,7 @@ from rich.markup import escape
 from ..errors import LongStrawError
 from .audit import audit
 from .bench import bench
+from .cleanup import cleanup
 from .demo import demo
 from .parity import parity
 from .verify_run import verify_run
@@ -26,6 +27,7 @@ app.command()(demo)
 app.command()(bench)
 app.command()(parity)
 app.command()(audit)
+app.command()(cleanup)
 app.command("verify-run")(verify_run)
 
 

@@ -30,3 +30,11 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def observed_accelerator(device: torch.device) -> dict[str, Any]:
+    """The accelerator that a rank really has; no name and no UUID on a CPU."""
+    if device.type != "cuda":
+        return {"device": str(device), "name": None, "uuid": None}
+    properties = torch.cuda.get_device_properties(device)
+    return {"device": str(device), "name": properties.name, "uuid": str(properties.uuid)}
