@@ -1,6 +1,7 @@
 """What the ranks of a Ray cluster import, and the same run in one process."""
 
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -8,10 +9,12 @@ import torch
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.evidence.float64 import float64_upcasts
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.placement import PromptGroup
+from longstraw_sdk.placement import PromptGroup, Timeouts
 
 SESSION = {"chunk_tokens": 16, "page_tokens": 4, "poison": True}
 LR = 1e-2
+TIMEOUTS = Timeouts(connect=60, group=60, actors=150, phase=90, grace=20, release=30)
+"""On a busy machine two ranks start in half a minute."""
 
 
 def tokens(n, seed):
@@ -70,13 +73,13 @@ class RecordingAdamW(torch.optim.AdamW):
 
 
 def run_in_one_process(n_updates):
-    """Gradients by update, in parameter order, and the adapter after all, by name."""
+    """By update, its gradients in parameter order, and the adapter after it, by name."""
     with float64_upcasts():
         model = new_model()
         model.train()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=LR)
-        gradients = []
+        gradients, adapters = [], []
         with LongStrawSession(model, **SESSION) as session:
             for n_closed in range(n_updates):
                 for group in groups(n_closed):
@@ -92,4 +95,14 @@ def run_in_one_process(n_updates):
                 gradients.append([p.grad.clone() for p in trained])
                 optimizer.step()
                 optimizer.zero_grad()
-    return gradients, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+                adapters.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+    return gradients, adapters
+
+
+def deadly_loss(out, old, advantage):
+    """`loss`; but while the file that LONGSTRAW_TEST_KILL names is there, rank 1 removes it and dies, in its replay."""
+    victim = Path(os.environ["LONGSTRAW_TEST_KILL"])
+    if os.environ["RANK"] == "1" and victim.exists():
+        victim.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(out, old, advantage)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, NumericsError
+from ..errors import InputError, NumericsError, PlacementError, RankLostError
 from .plan import DirectRayPlan
 from .program import PromptGroup, RankProgram
 from .report import check_reports
@@ -58,7 +58,10 @@ class Ranks:
         """Where each rank is, once all actors run."""
         calls = {f"rank {i}": actor.place.remote() for i, actor in enumerate(self.actors.ranks)}
         calls["the coordinator"] = self.actors.coordinator.place.remote()
-        found = self.runtime.call(calls, "the start of the actors", self.limits.actors, self.limits.grace)
+        try:
+            found = self.runtime.call(calls, "its start", self.limits.actors, self.limits.grace)
+        except RankLostError as error:
+            raise PlacementError(f"the actors did not start; does the image hold longstraw-sdk? {error}") from error
         del found["the coordinator"]
         return [found[f"rank {i}"] for i in range(self.plan.world_size)]
 

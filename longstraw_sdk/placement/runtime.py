@@ -144,19 +144,21 @@ class RayRuntime:
         results: dict[str, Any] = {}
         failed: dict[str, BaseException] = {}
         lost: dict[str, BaseException] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(results) + len(failed) + len(lost) < len(who):
-            waiting = [ref for ref, name in who.items() if name not in results | failed | lost]
-            ready, _ = self._ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        exceptions, deadline = self._ray.exceptions, time.monotonic() + timeout_s
+        waiting = list(who)
+        while waiting:
+            ready, waiting = self._ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for reference in ready:
                 try:
                     results[who[reference]] = self._ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
                     continue
-                except self._ray.exceptions.RayTaskError as error:
+                except exceptions.GetTimeoutError:
+                    continue  # its answer lies on another node and does not come: it is as good as silent
+                except exceptions.RayTaskError as error:
                     failed[who[reference]] = error
-                except self._ray.exceptions.RayError as error:
+                except exceptions.RayError as error:
                     lost[who[reference]] = error
                 deadline = min(deadline, time.monotonic() + grace_s)
         silent = [name for name in calls if name not in results | failed | lost]
