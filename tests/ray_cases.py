@@ -38,6 +38,20 @@ def loss(out, old, advantage):
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() / 3
 
 
+def whole_glm():
+    """Latent attention and, in two of four layers, eight experts with LoRA, in float64."""
+    return tiny_model("glm52", n_layers=4).double()
+
+
+def glm_of_rank(n_parts):
+    """`whole_glm` with this rank's part of the experts, under `float64_upcasts` as `model_of_rank`."""
+    from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
+
+    torch.set_num_threads(1)
+    float64_upcasts().__enter__()
+    return keep_expert_shard(whole_glm(), int(os.environ["RANK"]) % n_parts, n_parts)
+
+
 def new_model():
     """Attention between two Gated DeltaNet layers that remember for long, in float64; LoRA B is not zero."""
     layers = ["linear_attention", "full_attention", "linear_attention"]
@@ -72,10 +86,10 @@ class RecordingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def run_in_one_process(n_updates):
+def run_in_one_process(n_updates, make_model=new_model):
     """By update, its gradients in parameter order, and the adapter after it, by name."""
     with float64_upcasts():
-        model = new_model()
+        model = make_model()
         model.train()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=LR)

@@ -1,8 +1,11 @@
 """Placement without Ray: plan, cluster faults, journal, reports, checkpoints, and a driver on a cluster in memory."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,20 +288,13 @@ def test_a_run_has_one_driver(tmp_path):
     OwnershipJournal(tmp_path / "first").close()
 
 
-@pytest.mark.parametrize(
-    ("plan", "program", "told"),
-    [
-        (plan_of(gpus_per_node=4), program_of(), "another plan"),
-        (plan_of(), program_of(max_grad_norm=1.0), "another program"),
-    ],
-)
-def test_a_run_goes_on_with_its_own_plan_and_program(tmp_path, plan, program, told):
+def test_a_run_goes_on_with_its_own_program_also_on_other_nodes(tmp_path):
     with OwnershipJournal(tmp_path) as journal:
-        journal.begin(plan_of(), program_of())
-        journal.begin(plan_of(), program_of())
-        assert len(journal.entries) == 1
-        with pytest.raises(InputError, match=told):
-            journal.begin(plan, program)
+        for plan in (plan_of(), plan_of(), plan_of(node_ips=["10.0.0.1", "10.0.0.7"]), plan_of()):
+            journal.begin(plan, program_of())
+        assert [e["stage"] for e in journal.entries] == ["planned"] * 3
+        with pytest.raises(InputError, match="another program"):
+            journal.begin(plan_of(), program_of(max_grad_norm=1.0))
 
 
 # --- reports ---
@@ -403,6 +399,18 @@ def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(optimizer, options)
     assert its_optimizer.param_groups[0]["lr"] == 0.01
 
 
+def test_parts_of_a_state_make_the_whole():
+    model, optimizer = stepped(torch.optim.AdamW, (0, 2), lr=0.01)
+    small = {p for p in model.parameters() if p.numel() < 100}
+    parts = [pack_state(model, optimizer, taken) for taken in (small.__contains__, lambda p: p not in small)]
+    assert 0 < len(parts[0]) < len(parts[1])
+    other = new_model()
+    its_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.5)
+    for part in parts:
+        unpack_state(other, its_optimizer, part)
+    assert pack_state(other, its_optimizer, everything) == pack_state(model, optimizer, everything)
+
+
 def test_settings_of_the_optimizer_are_kept():
     model, optimizer = stepped(torch.optim.AdamW, (0, 1), lr=0.01, betas=(0.8, 0.9))
     optimizer.param_groups[0]["lr"] = 0.001
@@ -504,6 +512,7 @@ class Cluster:
         self.journal_path = None
         self.calls = []
         self.sticky = set()
+        self.leaks = []
 
     def records(self):
         return [record(ip) for ip in IPS]
@@ -529,7 +538,7 @@ class Remote:
         self.actor, self.phase = actor, phase
 
     def remote(self, *args, **options):
-        return self.actor, self.phase, args
+        return self.actor, self.phase, args, options
 
 
 class Actor:
@@ -544,24 +553,28 @@ class Actor:
             raise AttributeError(phase)
         return Remote(self, phase)
 
-    def answer(self, phase, args):
+    def answer(self, phase, args, options):
         assert self._name in self._cluster.things, "it is asked while it exists"
-        if phase in ("place", "listen"):
-            return self._place if phase == "place" else 1234
+        if phase in ("place", "listen", "close"):
+            return {"place": self._place, "listen": 1234, "close": self._cluster.leaks}[phase]
         if phase == "report":
             phases, self._phases = self._phases, []
             return {"phases": phases, "observed": {"uuid": None}}
         if phase == "open":
-            environment, _, self._steps, states = args
+            environment, program, self._steps, states = args
             assert environment["MASTER_PORT"] == "1234"
-            assert states == ([str(self._steps).encode()] if self._steps else [])
+            kept = ["shared"] + [f"experts {int(environment['RANK']) % 2}"] * (program.expert_parallel_size > 1)
+            assert states == ([f"{what} {self._steps}".encode() for what in kept] if self._steps else [])
         self._phases.append({"phase": phase, "update": self._steps, "ok": True})
         if phase == "finalize":
             return {"gradient": {"sha256": f"gradient {self._steps}", "norm": 1.0}, "reductions": []}
         if phase == "step":
             self._steps += 1
             return f"adapter {self._steps}"
-        return {"sample": [[1, 2]] * 2, "state": str(self._steps).encode()}.get(phase)
+        if phase == "state":
+            rank = self._name.split(":")[-1].split("-")[1]
+            return f"{'shared' if options['shared'] else f'experts {rank}'} {self._steps}".encode()
+        return [[1, 2]] * 2 if phase == "sample" else None
 
 
 class MemoryRuntime:
@@ -574,9 +587,8 @@ class MemoryRuntime:
     def __exit__(self, *_):
         pass
 
-    def nodes(self):
-        self.cluster.trip("nodes")
-        return self.cluster.records()
+    def validate_cluster(self, plan):
+        return validate_cluster(plan, self.cluster.records())
 
     def create_group(self, plan, name, timeout_s):
         self.cluster.trip("before create_group")
@@ -595,7 +607,7 @@ class MemoryRuntime:
 
     def call(self, calls, what, timeout_s, grace_s=30.0):
         self.cluster.trip(what)
-        return {name: actor.answer(phase, args) for name, (actor, phase, args) in calls.items()}
+        return {name: actor.answer(*given) for name, (actor, *given) in calls.items()}
 
     def release(self, owned, run_id, timeout_s):
         names = {owned.group, *owned.actors} - {None}
@@ -630,7 +642,7 @@ def states_of(tmp_path):
 
 ALL_STATES = [
     "planned", "connecting", "validated", "creating_group", "group_created", "creating_actors", "actors_created",
-    "running", "closed", "closed", "releasing", "released", "ended",
+    "running", "closed", "closed", "ranks_closed", "releasing", "released", "ended",
 ]  # fmt: skip
 
 
@@ -638,7 +650,7 @@ def test_a_run_goes_through_its_states_and_leaves_nothing(tmp_path, cluster):
     result = driver_on(tmp_path).run(2)
     assert states_of(tmp_path) == ALL_STATES
     assert result.n_closed == 2 and result.n_lost == 0
-    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"2"
+    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"shared 2"
     assert cluster.things == {"placement group of others"}
     sessions = json.loads((tmp_path / "first" / "artifacts" / "rank-sessions.json").read_text())["ranks"]
     assert [r["planned"]["local_rank"] for r in sessions] == [0, 1, 0, 1]
@@ -652,14 +664,35 @@ def test_a_run_that_ended_is_not_run_again_and_may_be_longer(tmp_path, cluster):
     assert driver_on(tmp_path).run(1).n_closed == 1
     assert len(cluster.calls) == n_calls and states_of(tmp_path)[-1] == "ended"
     result = driver_on(tmp_path).run(3)
-    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"3"
+    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"shared 3"
+
+
+def test_experts_of_each_rank_go_back_to_those_that_hold_them(tmp_path, cluster):
+    options = {"groups": lambda n: groups(1), "advantages": advantages}
+    for n_updates in (1, 2):
+        driver = DirectRayDriver(plan_of(), program_of(expert_parallel_size=2), tmp_path, **options)
+        checkpoint = driver.run(n_updates).checkpoint
+    found = {path.stem: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+    assert found == {"adapter": b"shared 2", "experts-0": b"experts 0 2", "experts-1": b"experts 1 2"}
+
+
+def test_a_driver_that_is_terminated_leaves_nothing(tmp_path, cluster):
+    def terminated(n_closed):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return groups(1)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as error:
+        driver_on(tmp_path, groups=terminated).run(1)
+    assert error.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert states_of(tmp_path)[-2:] == ["releasing", "released"] and cluster.things == {"placement group of others"}
 
 
 FAILURES = [
     "before create_group", "create_group", "before create_actors", "create_actors", "its start", "listen",
     "open of update 0", "capture of update 0", "sample of update 0", "score of update 0", "replay of update 0",
     "sweep of update 0", "finalize of update 0", "step of update 0", "state of update 1", "report of update 1",
-    "replay of update 1",
+    "replay of update 1", "close of update 2",
 ]  # fmt: skip
 
 
@@ -673,15 +706,15 @@ def test_any_failure_is_rolled_back_and_the_run_goes_on_later(tmp_path, cluster,
     assert cluster.things == {"placement group of others"}
     assert states_of(tmp_path)[-3:] == ["failed", "releasing", "released"]
     result = driver_on(tmp_path).run(2)
-    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"2"
+    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"shared 2"
     assert states_of(tmp_path).count("closed") == 2
 
 
-@pytest.mark.parametrize("where", FAILURES[7:])
+@pytest.mark.parametrize("where", FAILURES[7:-1])
 def test_a_lost_rank_is_answered_from_the_last_closed_update(tmp_path, cluster, where):
     cluster.fault = (where, RankLostError("rank 1 died"))
     result = driver_on(tmp_path).run(2)
-    assert result.n_lost == 1 and (result.checkpoint / "adapter.safetensors").read_bytes() == b"2"
+    assert result.n_lost == 1 and (result.checkpoint / "adapter.safetensors").read_bytes() == b"shared 2"
     assert states_of(tmp_path).count("closed") == 2 and states_of(tmp_path).count("released") == 2
     assert cluster.things == {"placement group of others"}
 
@@ -722,7 +755,7 @@ def test_a_driver_killed_at_any_state_is_recovered(tmp_path, cluster, monkeypatc
         assert cluster.things == {"placement group of others"}
         assert clean_up(tmp_path, "first").removed == []
     result = driver_on(tmp_path).run(2)
-    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"2"
+    assert (result.checkpoint / "adapter.safetensors").read_bytes() == b"shared 2"
     assert cluster.things == {"placement group of others"}
     assert states_of(tmp_path).count("closed") == 2 and states_of(tmp_path)[-1] == "ended"
 
@@ -772,8 +805,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(tmp_path, cluster, pro
 def test_ranks_that_differ_close_no_update(tmp_path, cluster, monkeypatch, phase, told):
     sound = Actor.answer
 
-    def differs(self, asked, args):
-        found = sound(self, asked, args)
+    def differs(self, asked, args, options):
+        found = sound(self, asked, args, options)
         if asked == phase and "rank-1-" in self._name:
             return {"finalize": {"gradient": {"sha256": "other"}}, "step": "other", "sample": [[3]]}[phase]
         return found
@@ -783,6 +816,13 @@ def test_ranks_that_differ_close_no_update(tmp_path, cluster, monkeypatch, phase
     with pytest.raises(NumericsError, match=told):
         driver_on(tmp_path, **options).run(1)
     assert "closed" not in states_of(tmp_path) and cluster.things == {"placement group of others"}
+
+
+def test_pages_that_are_left_are_told(tmp_path, cluster):
+    cluster.leaks = ["page 3 has no owner"]
+    with pytest.raises(LifecycleError, match="page 3 has no owner"):
+        driver_on(tmp_path).run(1)
+    assert cluster.things == {"placement group of others"}
 
 
 def test_ranks_elsewhere_than_planned_are_not_opened(tmp_path, cluster, monkeypatch):
@@ -816,6 +856,17 @@ def test_without_ray_a_run_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"longstraw-sdk\[ray\]"):
         RayRuntime.connect("127.0.0.1:1")
+
+
+def test_a_connection_to_another_cluster_is_not_taken(monkeypatch):
+    context = SimpleNamespace(gcs_address="10.0.0.1:6379")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for address in ("auto", "10.0.0.1:6379"):
+        with RayRuntime.connect(address) as runtime:
+            assert not runtime._ours
+    with pytest.raises(ConfigurationError, match=r"connected to '10\.0\.0\.1:6379', but address='10\.0\.0\.2:6379'"):
+        RayRuntime.connect("10.0.0.2:6379")
 
 
 def test_names_are_lazy_and_typos_are_reported():

@@ -325,6 +325,38 @@ def test_a_driver_killed_at_a_state_is_cleaned_up_after_and_goes_on(
     check_adapter(result.checkpoint, reference[1][n_updates - 1])
 
 
+def test_actors_that_do_not_start_in_time_are_removed_while_they_start(cluster, tmp_path):
+    limits = cases.Timeouts(actors=0.5)
+    with pytest.raises(PlacementError, match=r"rank 0.* did not answer in its start within 0.5 s"):
+        driver_of(cluster, tmp_path, "slow", timeouts=limits).run(1)
+    assert states_of(tmp_path, "slow")[-4:] == ["creating_actors", "failed", "releasing", "released"]
+
+
+@pytest.mark.slow
+def test_ranks_with_experts_of_their_own_go_on_from_a_checkpoint(cluster, tmp_path):
+    """One update each by two drivers, against two in one process that holds all experts."""
+    from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
+
+    program = program_of(
+        tmp_path, model="ray_cases:glm_of_rank", model_arguments={"n_parts": 2}, expert_parallel_size=2
+    )
+    for n_updates in (1, 2):
+        checkpoint = driver_of(cluster, tmp_path, "experts", program=program).run(n_updates).checkpoint
+    names = ["adapter.safetensors", "experts-0.safetensors", "experts-1.safetensors"]
+    assert sorted(p.name for p in checkpoint.glob("*.safetensors")) == names
+    _, adapters = cases.run_in_one_process(2, cases.whole_glm)
+    shared = load_file(checkpoint / names[0])
+    for rank in range(2):
+        whole = cases.whole_glm()
+        whole.load_state_dict(adapters[1], strict=False)
+        own = {n: p for n, p in keep_expert_shard(whole, rank, 2).named_parameters() if p.requires_grad}
+        experts = load_file(checkpoint / names[1 + rank])
+        assert sum(key.startswith("weight/") for key in experts) >= 8
+        for name, weight in own.items():
+            found = experts[f"weight/{name}"] if ".experts." in name else shared[f"weight/{name}"]
+            assert relative_l2(found, weight.detach()) < TOLERANCE, name
+
+
 @pytest.mark.slow
 def test_a_driver_goes_on_without_cleanup_and_removes_what_the_last_one_left(cluster, reference, tmp_path):
     kill_driver(cluster, tmp_path, "again", 2, "after", "closed")

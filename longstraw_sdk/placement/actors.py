@@ -151,6 +151,13 @@ class RankActor:
             "swept_tokens": stats.swept_tokens,
         }
 
+    def close(self) -> list[str]:
+        """Close the session and leave the other ranks. What pages it did not give back, a sentence each."""
+        session = self._opened
+        session.close()
+        torch.distributed.destroy_process_group()
+        return session.pool.audit()
+
     @property
     def _opened(self) -> LongStrawSession:
         if self._session is None:

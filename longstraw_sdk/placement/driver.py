@@ -16,7 +16,7 @@ from ..evidence.artifacts import file_sha256, write_json
 from ..evidence.manifest import MANIFEST, read_manifest
 from .checkpoint import prune_checkpoints, read_checkpoint, write_checkpoint
 from .cleanup import recover, release
-from .cluster import require_image, validate_cluster
+from .cluster import require_image
 from .ownership import OwnershipJournal
 from .plan import DirectRayPlan
 from .program import PromptGroup, RankProgram
@@ -44,7 +44,7 @@ class DirectRayDriver:
     """Runs GRPO updates on the ranks of a plan.
 
     `run_dir / run_id` holds the ownership journal, plan and program, checkpoints, and artifacts. A driver on the same
-    folder goes on from the last closed update, with the same plan and program.
+    folder goes on from the last closed update, with the same program; its plan may name other nodes.
 
     Args:
         plan: with a runtime image.
@@ -114,13 +114,14 @@ class DirectRayDriver:
                 _removed(recover(journal, runtime, run_id, "driver", self.timeouts.release), run_id)
             if _n_closed(journal) >= n_updates:
                 return
-            node_ids = validate_cluster(self.plan, runtime.nodes()).node_ids(self.plan)
+            node_ids = runtime.validate_cluster(self.plan).node_ids(self.plan)
             journal.write("validated", nodes=node_ids)
             try:
                 ranks = self._create(journal, runtime, node_ids)
                 journal.write("running", updates=_n_closed(journal))
                 while _n_closed(journal) < n_updates:
                     self._update(journal, ranks)
+                journal.write("ranks_closed", audit=ranks.close())
             except BaseException as error:
                 try:
                     journal.write("failed", error=f"{type(error).__name__}: {error}")

@@ -2,7 +2,7 @@
 
 States, in the order of a run that nothing happens to:
 
-    planned           plan and program, by their hashes
+    planned           plan and program, by their hashes; again where a run goes on by another plan
     connecting        an attempt begins
     validated         the cluster is what the plan needs
     creating_group    from here on the run owns the placement group of this name
@@ -11,6 +11,7 @@ States, in the order of a run that nothing happens to:
     actors_created
     running           updates are taken
     closed            once per update: its checkpoint is whole, and a run that goes on goes on from there
+    ranks_closed      all updates are closed, and every rank gave its pages back
     releasing         everything owned is being removed
     released          nothing is owned
     ended             all updates are closed
@@ -88,16 +89,19 @@ class OwnershipJournal:
         self._journal.append(state, **facts)
 
     def begin(self, plan: DirectRayPlan, program: RankProgram) -> None:
-        """Write what is run. Raises `InputError` if the journal is that of another plan or program."""
-        facts = {"plan_sha256": facts_digest(plan.as_dict()), "program_sha256": facts_digest(program.as_dict())}
-        if not self.entries:
-            self.write("planned", run_id=plan.run_id, **facts)
-        first = self.entries[0]
-        if differ := [name.removesuffix("_sha256") for name, sha256 in facts.items() if first.get(name) != sha256]:
+        """Write what is run, and where: a run may go on on other nodes, but not with another program.
+
+        Raises `InputError` if the journal is that of another program.
+        """
+        planned = {"plan_sha256": facts_digest(plan.as_dict()), "program_sha256": facts_digest(program.as_dict())}
+        known = [entry for entry in self.entries if entry["stage"] == "planned"]
+        if known and known[0]["program_sha256"] != planned["program_sha256"]:
             raise InputError(
-                f"{self.folder / OWNERSHIP} is of run {plan.run_id!r} with another {' and '.join(differ)}; go on with "
-                "the one it was begun with, or choose another run_id"
+                f"{self.folder / OWNERSHIP} is of run {plan.run_id!r} with another program; go on with the one it was "
+                "begun with, or choose another run_id"
             )
+        if not known or known[-1]["plan_sha256"] != planned["plan_sha256"]:
+            self.write("planned", run_id=plan.run_id, **planned)
 
     def own(self, plan: DirectRayPlan) -> Owned:
         """Names for one attempt at `plan`. They are owned once they are written."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InputError, NumericsError, PlacementError, RankLostError
+from ..errors import InputError, LifecycleError, NumericsError, PlacementError, RankLostError
 from .plan import DirectRayPlan
 from .program import PromptGroup, RankProgram
 from .report import check_reports
@@ -147,6 +147,13 @@ class Ranks:
         check_reports(self.asked, reports)
         self.asked = [[] for _ in self.plan.ranks]
         return reports
+
+    def close(self) -> list[list[str]]:
+        """What each rank found wrong with its pages when it closed its session: nothing, or this raises."""
+        audits = self.everywhere("close", timeout_s=self.limits.grace, counted=False)
+        if any(audits):
+            raise LifecycleError(f"pages of resident state are left after all updates, by rank: {audits}")
+        return audits
 
     def states(self) -> dict[str, bytes]:
         """What a checkpoint holds, by file name."""

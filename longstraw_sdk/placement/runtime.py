@@ -1,4 +1,8 @@
-"""Ray, and nothing else: the only module that imports it. Every call to a cluster has a time limit."""
+"""Ray, and nothing else: the only module that imports it.
+
+Whatever may take long has a time limit here. Questions to the head node have Ray's own, of 60 s each
+(RAY_gcs_server_request_timeout_seconds).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from typing import Any
 
 from ..errors import ConfigurationError, LifecycleError, LongStrawError, PlacementError, RankLostError
 from .actors import Coordinator, RankActor
+from .cluster import ClusterFacts, validate_cluster
 from .ownership import Owned
 from .plan import STRATEGY, ActorSpec, DirectRayPlan, run_prefix
 
@@ -70,6 +75,12 @@ class RayRuntime:
         """
         ray = _ray()
         if ray.is_initialized():
+            connected = ray.get_runtime_context().gcs_address
+            if address not in ("auto", connected):
+                raise ConfigurationError(
+                    f"this process is connected to {connected!r}, but address={address!r}; call ray.shutdown() first, "
+                    "or give 'auto' to stay there"
+                )
             return cls(ray, ours=False)
         if "://" in address:
             raise ConfigurationError(
@@ -89,9 +100,9 @@ class RayRuntime:
         _within(start, deadline, f"no Ray cluster answered at {address!r} within {timeout_s:g} s; is its head alive?")
         return cls(ray, ours=True)
 
-    def nodes(self) -> list[dict[str, Any]]:
-        """The records of all nodes that ever were, for `validate_cluster`."""
-        return list(self._ray.nodes())
+    def validate_cluster(self, plan: DirectRayPlan) -> ClusterFacts:
+        """`validate_cluster` of the nodes as they are now. Call it before anything is created."""
+        return validate_cluster(plan, self._ray.nodes())
 
     def create_group(self, plan: DirectRayPlan, name: str, timeout_s: float) -> str:
         """Reserve the plan's bundles, all or none, and return the group's ID. It outlives this process."""
