@@ -165,15 +165,17 @@ def test_what_it_refuses_is_told(tmp_path, sampler):
             ask()
 
 
-def trainer_of(folder, sampler, model):
+def trainer_of(folder, model, **asked):
     options = {"max_steps": 2, "gradient_accumulation_steps": 1, "learning_rate": 1.0}
-    return trl_setup.our_trainer(folder, model=model, sampler=sampler, **options)
+    return trl_setup.our_trainer(folder, model=model, **(options | asked))
 
 
-def test_two_updates_are_drawn_by_their_own_policies(tmp_path, sampler, near):
+@pytest.mark.parametrize("by", ["sampler", "use_vllm"])
+def test_two_updates_are_drawn_by_their_own_policies(tmp_path, sampler, near, by):
     model = served_model(0)
     before = trl_setup.lora(model)
-    trainer = trainer_of(tmp_path, sampler, model)
+    trls = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": URL}
+    trainer = trainer_of(tmp_path, model, **({"sampler": sampler} if by == "sampler" else trls))
     trainer.train()
     verify_run(tmp_path)
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -188,7 +190,7 @@ def test_a_stale_adapter_under_the_right_name_is_caught(tmp_path, sampler):
     body = {"lora_name": right.name, "lora_path": str(wrong.path)}
     sampler._call("POST", "/v1/load_lora_adapter", body, 65536)
     with pytest.raises(SamplerError, match="it does not serve the policy"):
-        trainer_of(tmp_path / "run", sampler, model).train()
+        trainer_of(tmp_path / "run", model, sampler=sampler).train()
 
 
 if __name__ == "__main__":
