@@ -12,6 +12,7 @@ import torch
 import trl_setup
 from completion_server import completion_server
 from safetensors.torch import load_file, save_file
+from trl.trainer import grpo_trainer as trl_grpo_trainer
 from typer.testing import CliRunner
 
 from longstraw_sdk import ConfigurationError, InputError, SamplerError
@@ -388,6 +389,51 @@ def test_a_server_draws_what_is_trained_on(tmp_path):
     assert [e["sampler"]["name"] for e in entries] == ["http"] * 3
     rows = read_json(tmp_path / "run" / "rollouts" / entries[0]["rollouts"])["rows"]
     assert len(rows) == 4 and all(len(row["logprobs"]) == len(row["token_ids"]) for row in rows)
+
+
+def test_trls_vllm_server_is_asked_by_the_adapter_and_nothing_is_merged(tmp_path):
+    with completion_server() as served:
+        asked = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": served.url}
+        trainer = trl_setup.our_trainer(tmp_path / "a", **(SAVING | asked | {"gradient_accumulation_steps": 1}))
+        base = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+        trainer.train()
+        by_sampler = outside(tmp_path / "b", served)
+        by_sampler.train()
+    assert trainer.args.use_vllm and served.events.count("/v1/completions") == 6
+    assert all(torch.equal(p, base[n]) for n, p in trainer.model.named_parameters() if n in base) and base
+    assert torch.equal(trl_setup.lora(trainer.model), trl_setup.lora(by_sampler.model))
+    verify_run(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ("both draw responses", {"sampler": HttpSampler("http://127.0.0.1:9")}),
+        ("vllm_structured_outputs_regex='a+': not used", {"vllm_structured_outputs_regex": "a+"}),
+        ("vllm_server_timeout=1.0", {"vllm_server_timeout": 1.0}),
+    ],
+    ids=["sampler", "regex", "timeout"],
+)
+def test_what_a_vllm_server_is_not_asked_for_is_refused(tmp_path, told, options):
+    with pytest.raises(ConfigurationError) as error:
+        trl_setup.our_trainer(tmp_path, use_vllm=True, vllm_mode="server", **options)
+    assert told in str(error.value)
+
+
+def test_a_tool_conversation_goes_on_with_a_sampler(tmp_path, monkeypatch):
+    with completion_server() as served:
+        trainer = outside(tmp_path, served, max_completion_length=20)
+        trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"add": lambda a, b: a + b}], [{}]
+        trainer.max_tool_calling_iterations = 1
+        monkeypatch.setattr(trainer, "_get_tool_suffix_ids", lambda messages: [5, int(messages[0]["content"])])
+        monkeypatch.setattr(trl_grpo_trainer, "parse_response", lambda *args, **kwargs: {})
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 4}}}
+        completions = [[{"role": "assistant", "tool_calls": [call]}]]
+        ids, logprobs = [[4]], [[-1.0]]
+        trainer._tool_call_loop([[]], [[9, 20, 33]], ids, completions, logprobs, None, {})
+        assert served.events.count("/v1/completions") == 1
+    assert ids[0][:3] == [4, 5, 6] and logprobs[0][:3] == [-1.0, 0.0, 0.0], "the tool's answer was not drawn"
+    assert len(ids[0]) == len(logprobs[0]) > 3 and all(logprob < 0 for logprob in logprobs[0][3:])
 
 
 def test_a_sampler_with_a_stale_adapter_is_caught(tmp_path):
