@@ -42,6 +42,8 @@ FLOOR = {
     "bench": 11,
     "evidence": 11,
     "demo": 11,
+    "doctor": 11,
+    "report": 11,
     "placement": 11,
     "cli": 11,
     "examples": 12,

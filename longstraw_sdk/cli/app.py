@@ -12,7 +12,11 @@ from ..errors import LongStrawError
 from .audit import audit
 from .bench import bench
 from .demo import demo
+from .doctor import doctor
 from .parity import parity
+from .report import report
+from .train import SETTINGS as TRAIN
+from .train import train
 from .verify_run import verify_run
 
 app = typer.Typer(
@@ -23,6 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(doctor)
+app.command(**TRAIN)(train)
+app.command()(report)
 app.command()(bench)
 app.command()(parity)
 app.command()(audit)
