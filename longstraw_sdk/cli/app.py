@@ -13,6 +13,7 @@ from .audit import audit
 from .bench import bench
 from .demo import demo
 from .parity import parity
+from .plan import plan
 from .verify_run import verify_run
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.command()(demo)
 app.command()(bench)
 app.command()(parity)
