@@ -8,6 +8,7 @@ the first operation that kept it has been differentiated. What Python still name
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(eq=False)
@@ -34,7 +35,7 @@ class _Operation:
 
 
 class Ledger:
-    """One layer from its input `x` to its output. All figures are bytes and leave `x` out."""
+    """One layer from its input `x` to its output, read once it is written. All figures are bytes and leave `x` out."""
 
     def __init__(self, n_bytes: float):
         self.x = Sized(n_bytes)
@@ -80,18 +81,18 @@ class Ledger:
         """`rows` become resident state: they live until the chunk is stored."""
         self._produced += rows
 
-    @property
+    @cached_property
     def kept(self) -> float:
         """What autograd keeps after a forward."""
         tensors = {tensor for op in self._operations for tensor in op.saves} - {self.x}
         return sum(t.n_bytes for t in tensors) + sum(op.extra for op in self._operations)
 
-    @property
+    @cached_property
     def produced(self) -> float:
         """What a forward leaves behind as new state."""
         return sum(tensor.n_bytes for tensor in self._produced)
 
-    @property
+    @cached_property
     def produced_unkept(self) -> float:
         """The part of `produced` that autograd does not keep anyhow."""
         saved = {tensor for op in self._operations for tensor in op.saves}

@@ -170,14 +170,14 @@ def ledgers(facts: ModelFacts, run: Pass, num: Numbers) -> list[Ledger]:
         experts = facts.is_sparse and config.mlp_layer_types[layer] == "sparse"
         unused = states == ("kv",) and run.state_only and layer == len(facts.layers) - 1
         kinds.append((states, experts, unused))
-    for states, experts, unused in dict.fromkeys(kinds):
+    for kind in dict.fromkeys(kinds):
+        states, experts, unused = kind
         if "mla_latent" in states:
-            book = sparse_layer(config, run, num, selects="indexer_key" in states, experts=experts)
+            made[kind] = sparse_layer(config, run, num, selects="indexer_key" in states, experts=experts)
         elif "recurrent" in states:
-            book = delta_layer(config, run, num)
+            made[kind] = delta_layer(config, run, num)
         else:
-            book = attention_layer(config, run, num, unused=unused)
-        made[states, experts, unused] = book
+            made[kind] = attention_layer(config, run, num, unused=unused)
     return [made[kind] for kind in kinds]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class ModelFacts:
     context_parallel: bool
     expert_parallel: bool
 
-    @property
+    @cached_property
     def layers(self) -> list[tuple[str, ...]]:
         """The kinds of state that each decoder layer keeps."""
         kinds: dict[int, list[str]] = {}
@@ -56,7 +56,7 @@ class ModelFacts:
             kinds.setdefault(spec.layer, []).append(spec.kind)
         return [tuple(kinds[layer]) for layer in sorted(kinds)]
 
-    @property
+    @cached_property
     def is_sparse(self) -> bool:
         return any(isinstance(spec, MLALatentSpec) for spec in self.specs)
 

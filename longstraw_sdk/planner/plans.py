@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from .devices import H200, DeviceProfile
 from .links import Links
-from .memory import TERMS, MemoryPlan, memory_plan
+from .memory import TERMS, MemoryPlan, fixed_bytes, memory_plan
 from .model_facts import ModelFacts, model_facts
 from .paper import PAPER
 from .passes import Numbers
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.short_bytes <= 0 and self.memory.host_bytes <= self.request.host_bytes
+        return fits(self.request, self.memory)
 
     @property
     def short_bytes(self) -> float:
@@ -181,6 +181,11 @@ def largest_prompt(request: PlanRequest, machine: Machine | None = None) -> Plan
     return replace(found, searched_prompt=True)
 
 
+def fits(request: PlanRequest, memory: MemoryPlan) -> bool:
+    """Whether GPU and host are large enough."""
+    return memory.fullest.n_bytes <= request.gpu_bytes and memory.host_bytes <= request.host_bytes
+
+
 def numbers_of(facts: ModelFacts, request: PlanRequest, machine: Machine) -> Numbers:
     return Numbers(
         model=facts.element_bytes,
@@ -194,8 +199,18 @@ def numbers_of(facts: ModelFacts, request: PlanRequest, machine: Machine) -> Num
 def _best(request: PlanRequest, facts: ModelFacts, machine: Machine, *, any_that_fits: bool = False) -> Plan:
     num, reserve = numbers_of(facts, request, machine), machine.reserve_of(request.gpu_bytes)
     best: Plan | None = None
+    settled: set[tuple[int, int, int | None]] = set()
     for options in candidates(request, facts):
+        # Later tiers and chunks of the same ranks and packs are no faster.
+        ranks = (options.context_parallel_size, options.expert_parallel_size, options.replay_tokens)
+        least = reserve + fixed_bytes(request, facts, options.expert_parallel_size) - request.gpu_bytes
+        if ranks in settled or (best is not None and least > _missing(best)):
+            continue
         memory = memory_plan(request, facts, options, num, reserve=reserve)
+        if fits(request, memory):
+            settled.add(ranks)
+        elif best is not None and best.fits:
+            continue
         seconds = seconds_plan(request, facts, options, num, memory, machine.device, machine.links)
         found = Plan(request=request, facts=facts, options=options, memory=memory, seconds=seconds)
         if best is None or _better(found, best):

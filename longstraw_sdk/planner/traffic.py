@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from .model_facts import ModelFacts
@@ -14,18 +15,24 @@ def received(facts: ModelFacts, run: Pass, num: Numbers, *, backward: bool, agai
     if run.ranks == 1 and run.expert_ranks == 1:
         return 0.0
     config, total = facts.config, 0.0
-    for layer, states in enumerate(facts.layers):
+    kinds = [
+        (states, facts.is_sparse and config.mlp_layer_types[layer] == "sparse")
+        for layer, states in enumerate(facts.layers)
+    ]
+    if run.state_only and kinds[-1][0] == ("kv",):
+        del kinds[-1]  # a last layer that only fills a state does not attend
+    for (states, experts), n_layers in Counter(kinds).items():
         if "mla_latent" in states:
-            experts = config.mlp_layer_types[layer] == "sparse"
             selects = "indexer_key" in states
-            total += _sparse(config, run, num, selects=selects, experts=experts, backward=backward, again=again)
+            each = _sparse(config, run, num, selects=selects, experts=experts, backward=backward, again=again)
         elif "recurrent" in states:
             heads = config.linear_num_value_heads
             dim_k, dim_v = config.linear_key_head_dim, config.linear_value_head_dim
             maps = run.n_rows * heads * dim_k * (dim_k + dim_v) * num.sums
-            total += (run.ranks - 1) * maps * (1 + (backward + (backward and again)))
-        elif not (run.state_only and layer == len(facts.layers) - 1):
-            total += _attention(config, run, num, backward=backward)
+            each = (run.ranks - 1) * maps * (1.0 + backward + (backward and again))
+        else:
+            each = _attention(config, run, num, backward=backward)
+        total += n_layers * each
     return total
 
 
