@@ -132,7 +132,8 @@ def facts_of(name: str, config: Any, dtype: torch.dtype, lora_rank: int) -> Mode
         )
     work = ModelWork.of(base)
     linear_weights, other_bytes, expert_bytes = _base_sizes(base)
-    model = get_peft_model(base, adapter.lora_config(r=lora_rank))
+    with torch.device("meta"):  # PEFT would make LoRA on the CPU first: 23 GB of it for GLM-5.2
+        model = get_peft_model(base, adapter.lora_config(r=lora_rank))
     trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     experts = sum(n for name, n in trained if ".experts." in name)
     return ModelFacts(
