@@ -14,6 +14,7 @@ from .bench import bench
 from .demo import demo
 from .doctor import doctor
 from .parity import parity
+from .plan import plan
 from .report import report
 from .train import SETTINGS as TRAIN
 from .train import train
@@ -26,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.command()(demo)
 app.command()(doctor)
 app.command(**TRAIN)(train)
