@@ -736,8 +736,9 @@ def saved_for_the_carry():
     """Bytes that carry_state keeps for its backward, and those of the states of one rank."""
     state = torch.randn(3, 4, 4)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
-        carry_state(state.clone().requires_grad_(), state, state, whole_world())
+    keep = lambda t: kept.append(t.untyped_storage().nbytes()) or t  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        carry_state(torch.cat([state, state], -1).requires_grad_(), state, whole_world())
     return sum(kept), state.nbytes
 
 

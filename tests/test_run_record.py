@@ -12,6 +12,7 @@ import torch
 import trl_setup
 from completion_server import completion_server
 from safetensors.torch import load_file, save_file
+from trl.trainer import grpo_trainer as trl_grpo_trainer
 from typer.testing import CliRunner
 
 from longstraw_sdk import ConfigurationError, InputError, SamplerError
@@ -150,7 +151,7 @@ def test_secrets_are_not_written():
         "a": [{"token": "s3cret", "api_key": "s3cret"}],
         "token": None,
     }
-    found = run_facts._finite(given | {"num_tokens": 3})
+    found = run_facts.finite(given | {"num_tokens": 3})
     assert "s3cret" not in json.dumps(found)
     assert found["pad_token"] == "<pad>" and found["num_tokens"] == 3 and found["token"] is None
 
@@ -230,6 +231,7 @@ def of_run(name, change):
 TAMPERED = {
     "request": (of_run("request.json", lambda p: edited(p, lambda c: c.update(gradient_scope="response"))), "request"),
     "model": (of_run("model-snapshot.json", lambda p: edited(p, lambda c: c.update(frozen_sha256="0"))), "model-snap"),
+    "metrics": (of_run("metrics.jsonl", lambda p: p.write_text("{}\n")), "metrics.jsonl is missing or not what"),
     "memory": (of_run("memory.jsonl", lambda p: p.write_text("{}\n")), "memory.jsonl is missing or not what"),
     "ranks": (of_run("rank-sessions.json", lambda p: edited(p, lambda c: c["ranks"].append({}))), "rank-sessions"),
     "witness": (of_run("gradient-witness.json", lambda p: edited(p, lambda c: c.update(norm=0.0))), "gradient-witness"),
@@ -390,6 +392,51 @@ def test_a_server_draws_what_is_trained_on(tmp_path):
     assert len(rows) == 4 and all(len(row["logprobs"]) == len(row["token_ids"]) for row in rows)
 
 
+def test_trls_vllm_server_is_asked_by_the_adapter_and_nothing_is_merged(tmp_path):
+    with completion_server() as served:
+        asked = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": served.url}
+        trainer = trl_setup.our_trainer(tmp_path / "a", **(SAVING | asked | {"gradient_accumulation_steps": 1}))
+        base = {n: p.clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+        trainer.train()
+        by_sampler = outside(tmp_path / "b", served)
+        by_sampler.train()
+    assert trainer.args.use_vllm and served.events.count("/v1/completions") == 6
+    assert all(torch.equal(p, base[n]) for n, p in trainer.model.named_parameters() if n in base) and base
+    assert torch.equal(trl_setup.lora(trainer.model), trl_setup.lora(by_sampler.model))
+    verify_run(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ("both draw responses", {"sampler": HttpSampler("http://127.0.0.1:9")}),
+        ("vllm_structured_outputs_regex='a+': not used", {"vllm_structured_outputs_regex": "a+"}),
+        ("vllm_server_timeout=1.0", {"vllm_server_timeout": 1.0}),
+    ],
+    ids=["sampler", "regex", "timeout"],
+)
+def test_what_a_vllm_server_is_not_asked_for_is_refused(tmp_path, told, options):
+    with pytest.raises(ConfigurationError) as error:
+        trl_setup.our_trainer(tmp_path, use_vllm=True, vllm_mode="server", **options)
+    assert told in str(error.value)
+
+
+def test_a_tool_conversation_goes_on_with_a_sampler(tmp_path, monkeypatch):
+    with completion_server() as served:
+        trainer = outside(tmp_path, served, max_completion_length=20)
+        trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"add": lambda a, b: a + b}], [{}]
+        trainer.max_tool_calling_iterations = 1
+        monkeypatch.setattr(trainer, "_get_tool_suffix_ids", lambda messages: [5, int(messages[0]["content"])])
+        monkeypatch.setattr(trl_grpo_trainer, "parse_response", lambda *args, **kwargs: {})
+        call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 4}}}
+        completions = [[{"role": "assistant", "tool_calls": [call]}]]
+        ids, logprobs = [[4]], [[-1.0]]
+        trainer._tool_call_loop([[]], [[9, 20, 33]], ids, completions, logprobs, None, {})
+        assert served.events.count("/v1/completions") == 1
+    assert ids[0][:3] == [4, 5, 6] and logprobs[0][:3] == [-1.0, 0.0, 0.0], "the tool's answer was not drawn"
+    assert len(ids[0]) == len(logprobs[0]) > 3 and all(logprob < 0 for logprob in logprobs[0][3:])
+
+
 def test_a_sampler_with_a_stale_adapter_is_caught(tmp_path):
     with completion_server(serve_stale=True) as served:
         trainer = outside(tmp_path, served, learning_rate=30.0, sampler={"max_logprob_difference": 0.05})
@@ -472,6 +519,7 @@ def test_devices_change_hands_in_order(tmp_path, caplog):
         {"repetition_penalty": 1.1},
         {"generation_kwargs": {"no_repeat_ngram_size": 2}},
         {"vllm_importance_sampling_correction": False},
+        {"prefix_adapter": "frozen"},
     ],
     ids=lambda options: next(iter(options)),
 )

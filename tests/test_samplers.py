@@ -126,7 +126,7 @@ def test_answers_of_another_number_are_refused(request_of):
 
 def test_a_server_draws_from_the_adapter_that_was_exported(request_of):
     model = tiny_model("qwen36").eval()
-    with completion_server() as served:
+    with completion_server(generation_config={"repetition_penalty": 1.3}) as served:
         sampler = HttpSampler(served.url)
         answer = sampler.sample(request_of)
         assert served.events == ["/v1/load_lora_adapter", "/v1/models"] + ["/v1/completions"] * 2
@@ -152,6 +152,51 @@ def test_the_adapter_before_is_unloaded_and_a_changed_one_refused(request_of, tm
         (other.path / "adapter_model.safetensors").write_bytes(b"")
         with pytest.raises(SamplerError, match="changed after"):
             sampler.sample(replace(request_of, adapter=other))
+
+
+def test_a_server_that_was_restarted_gets_the_next_adapter(request_of, tmp_path):
+    model = tiny_model("qwen36")
+    randomize_lora(model, 5)
+    other = export_adapter(model, tmp_path)
+    with completion_server() as served:
+        sampler = HttpSampler(served.url)
+        sampler.sample(request_of)
+        served.adapters.clear()
+        sampler.sample(replace(request_of, adapter=other))
+        assert list(served.adapters) == [other.name]
+        assert "/v1/unload_lora_adapter" not in served.events
+
+
+def test_an_adapter_that_another_process_loaded_is_used_and_left(request_of, tmp_path):
+    model = tiny_model("qwen36")
+    randomize_lora(model, 5)
+    other = export_adapter(model, tmp_path)
+    with completion_server() as served:
+        answer = HttpSampler(served.url).sample(request_of)
+        second = HttpSampler(served.url)
+        assert second.sample(request_of) == answer
+        second.sample(replace(request_of, adapter=other))
+        assert list(served.adapters) == [request_of.adapter.name, other.name]
+
+
+def test_a_response_that_is_cut_at_the_servers_limit_is_refused(request_of):
+    with completion_server(max_model_len=8) as served, pytest.raises(SamplerError) as error:
+        HttpSampler(served.url).sample(replace(request_of, stop_token_ids=()))
+    assert "stopped after 3 of 6 tokens behind prompt 0 of 5" in str(error.value)
+    with completion_server(max_model_len=5) as served, pytest.raises(SamplerError, match="maximum context length is 5"):
+        HttpSampler(served.url).sample(request_of)
+
+
+def test_what_a_server_may_lack_is_told(request_of):
+    with completion_server(sleep_mode=False) as served:
+        with pytest.raises(SamplerError, match=r"vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"):
+            HttpSampler(served.url, sleep=True).acquire()
+        with pytest.raises(SamplerError, match=r"does not exist.\"") as error:
+            HttpSampler(served.url, load_adapter=False).sample(request_of)
+        assert "vLLM needs" not in str(error.value)
+        served.load = lambda body: served.unload(body)
+        with pytest.raises(SamplerError, match=r"vLLM needs --enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and"):
+            HttpSampler(served.url).sample(request_of)
 
 
 def test_sleep_mode_takes_and_gives_devices():

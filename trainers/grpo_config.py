@@ -98,9 +98,9 @@ class LongStrawGRPOConfig(GRPOConfig):
             f"sharding={self.sharding!r} is not known; allowed: {', '.join(map(repr, NAMES))}": (
                 self.sharding not in NAMES
             ),
-            "use_vllm=True: TRL merges LoRA into the base weights for vLLM and back, which rounds them; leave it off. "
-            "Rows are sampled from the resident state, or by a vLLM server that loads the adapter as it is: "
-            "LongStrawGRPOTrainer(sampler=HttpSampler(url))": self.use_vllm,
+            f"use_vllm=True with vllm_mode={self.vllm_mode!r}: TRL merges LoRA into the base weights for it and back, "
+            "which rounds them. Use vllm_mode='server', a vLLM server that loads the adapter as it is, or leave "
+            "use_vllm off: rows are then sampled from the resident state": self.use_vllm and self.vllm_mode != "server",
             "use_transformers_continuous_batching=True: rows are sampled from the resident state; leave it off": (
                 self.use_transformers_continuous_batching
             ),

@@ -39,7 +39,7 @@ from .contexts import ContextAccelerator, NoReward, as_own_rng_state, context_rn
 from .drawings import Drawings
 from .expert_shards import own_adapter, share_optimizer_state, whole_adapter
 from .grpo_config import LongStrawGRPOConfig
-from .outside_sampling import check_contexts, check_difference, check_options
+from .outside_sampling import check_contexts, check_difference, check_options, sampler_of, without_vllm
 from .rewards import checked_rewards
 from .rollout_state import load_rollouts, save_rollouts
 from .rows import Row, unpadded
@@ -79,7 +79,7 @@ class _ReplayedLogps(torch.autograd.Function):
 
 
 class _StepsClosed(TrainerCallback):
-    """Tells the run record that the optimizer stepped, before anything is saved of it."""
+    """Tells the run record that the optimizer stepped, before anything is saved of it, and what was logged."""
 
     def __init__(self, trainer: LongStrawGRPOTrainer):
         self.trainer = trainer
@@ -90,6 +90,9 @@ class _StepsClosed(TrainerCallback):
             record.stepped(adapter_digest(self.trainer.model), state.global_step)
         record.step = state.global_step
 
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.trainer._run.metrics(logs or {})
+
 
 class LongStrawGRPOTrainer(GRPOTrainer):
     """GRPO on very long prompts, with TRL's constructor and two more arguments.
@@ -97,8 +100,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     Args:
         adapter: how to run the architecture; None picks it by `config.model_type`.
         sampler: who draws responses outside of this process (`longstraw_sdk.rollout`); None draws them from the
-            resident state. To TRL it counts as vLLM: its log-probs correct the loss by importance, and are compared
-            with the trainer's, so that a sampler with another policy is refused before anything is trained.
+            resident state, or where `args` say `use_vllm=True, vllm_mode="server"` by an `HttpSampler` of that server.
+            To TRL a sampler counts as vLLM: its log-probs correct the loss by importance, and are compared with the
+            trainer's, so that a sampler with another policy is refused before anything is trained.
 
     Everything else is TRL's `GRPOTrainer`; `args` is a `LongStrawGRPOConfig`. The reference for beta > 0 (LoRA off, or
     TRL's "ref" adapter) is captured once per prompt and generation batch and dropped after its scoring, since prompts
@@ -144,24 +148,26 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 f"{type(processing_class).__name__} is a multimodal processor; LongStraw trains text models: pass the "
                 "tokenizer as processing_class and load the model with AutoModelForCausalLM"
             )
+        sampler = sampler_of(args, sampler)
         if sampler is not None:
             check_options(sampler, args, rollout_func)
-        super().__init__(
-            model=model,
-            reward_funcs=checked_rewards(reward_funcs),
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        with without_vllm(args):
+            super().__init__(
+                model=model,
+                reward_funcs=checked_rewards(reward_funcs),
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         if args.context_parallel_size > 1:
             set_seed(args.seed + self.accelerator.process_index)  # as TRL does, but for each context instead of process
         if self.aux_loss_enabled:
@@ -190,7 +196,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._record = self._new_record()
         if sampler is not None:
             check_contexts(sampler, self.accelerator.num_processes, spread=self._spread)
-            self.use_vllm = True  # to TRL's loss and metrics; nothing else of it is left after construction
+            self.use_vllm = True  # to TRL's loss and metrics
+            self.vllm_mode = "server"  # a tool conversation would ask a colocated engine for its length
         self._run = RunRecord(args.output_dir, args.process_index, writes=self.accelerator.is_main_process)
         self._drawings = Drawings(self, sampler)
         self.add_callback(_StepsClosed(self))

@@ -13,7 +13,12 @@ from .audit import audit
 from .bench import bench
 from .cleanup import cleanup
 from .demo import demo
+from .doctor import doctor
 from .parity import parity
+from .plan import plan
+from .report import report
+from .train import SETTINGS as TRAIN
+from .train import train
 from .verify_run import verify_run
 
 app = typer.Typer(
@@ -23,7 +28,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.command()(demo)
+app.command()(doctor)
+app.command(**TRAIN)(train)
+app.command()(report)
 app.command()(bench)
 app.command()(parity)
 app.command()(audit)

@@ -42,8 +42,8 @@ class _CarryState(torch.autograd.Function):
         for own in context.gather(affine):
             states.append(own[..., width:] @ states[-1] + own[..., :width])
         ctx.context = context
-        # Of this rank: those of all would not fit beside many layers.
-        ctx.save_for_backward(affine[..., width:], states[context.rank])
+        # Those of all ranks would not fit beside many layers. A copy: the view alone would keep the whole map alive.
+        ctx.save_for_backward(affine[..., width:].clone(), states[context.rank])
         return states[context.rank].clone(), states[-1]
 
     @staticmethod

@@ -3,6 +3,8 @@
 Prompts are sent as ids and answers are read as ids (`return_token_ids`, vLLM from 0.10.2): a server that returns text
 alone is refused, because text does not always tokenise back to what was drawn. At temperatures other than 1 vLLM must
 be started with `--logprobs-mode processed_logprobs`, or its log-probs are those of temperature 1.
+
+`tests/test_vllm_server.py` drives a real server; it passes with vLLM 0.32.0 on a CPU, where sleep mode does not exist.
 """
 
 from __future__ import annotations
@@ -23,6 +25,17 @@ _BYTES_PER_TOKEN = 512
 
 CONNECTION_RETRIES = 4
 
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+"""vLLM takes what a request leaves out from the model's `generation_config.json`. A repetition penalty of 1.3 there
+moved log-probs of a tiny model by 0.005 nats a token on average, which no trainer would refuse."""
+
+_NEEDS = {
+    "/v1/load_lora_adapter": "--enable-lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and the trainer's output folder "
+    "under the same path",
+    "/wake_up": "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1; it has no sleep mode on a CPU",
+}
+"""What a vLLM server that answers 404 may lack."""
+
 
 class HttpSampler:
     """Implements `Sampler` by `POST /v1/completions`.
@@ -35,8 +48,10 @@ class HttpSampler:
         api_key_variable: name of the environment variable that holds the key, if the server wants one. The key itself
             is nowhere stored.
         timeout_seconds: of one request as a whole.
-        sleep: `exclusive`, by vLLM's sleep mode (`--enable-sleep-mode`): `POST /wake_up` before and `/sleep` after.
-        max_logprob_difference: as in `Sampler`.
+        sleep: `exclusive`, by vLLM's sleep mode (`--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`): `POST /wake_up`
+            before and `/sleep` after.
+        max_logprob_difference: as in `Sampler`. Processed log-probs are those behind `top_p`, the trainer's are not: a
+            `top_p` of 0.9 alone makes about -ln 0.9 = 0.105 nats.
     """
 
     name = "http"
@@ -100,7 +115,7 @@ class HttpSampler:
                 f"{self.base_url} does not list adapter {adapter.name} after loading it; it has {names}"
             )
         self._loaded = adapter.name if refused is None else None
-        if before is not None:
+        if before in names:  # not where the server was restarted
             self._call("POST", "/v1/unload_lora_adapter", {"lora_name": before}, 65536)
 
     def _complete(self, request: RolloutRequest, i: int) -> list[Completion]:
@@ -113,6 +128,7 @@ class HttpSampler:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
+            **_NEUTRAL,
             "seed": request.seed + i * request.n_completions,  # a server may count responses up from it
             "logprobs": 0,
             "stop_token_ids": list(request.stop_token_ids),
@@ -130,11 +146,14 @@ class HttpSampler:
             isinstance(choice, dict) and isinstance(choice.get("index", 0), int) for choice in choices
         ):
             raise SamplerError(f"{self.base_url} returned no list of choices to prompt {i}")
-        return [self._completion(choice, answer, ids, i) for choice in sorted(choices, key=lambda c: c.get("index", 0))]
+        return [
+            self._completion(choice, answer, request, i) for choice in sorted(choices, key=lambda c: c.get("index", 0))
+        ]
 
     def _completion(
-        self, choice: Mapping[str, Any], answer: Mapping[str, Any], ids: tuple[int, ...], i: int
+        self, choice: Mapping[str, Any], answer: Mapping[str, Any], request: RolloutRequest, i: int
     ) -> Completion:
+        ids, max_new_tokens = request.prompts[i], request.max_new_tokens
         seen = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
         tokens, found = choice.get("token_ids"), choice.get("logprobs")
         logprobs = found.get("token_logprobs") if isinstance(found, dict) else None
@@ -145,6 +164,11 @@ class HttpSampler:
             )
         if tuple(seen) != ids:
             raise SamplerError(f"{self.base_url} answered another prompt than prompt {i}: its token ids differ")
+        if choice.get("finish_reason") == "length" and len(tokens) < max_new_tokens:
+            raise SamplerError(
+                f"{self.base_url} stopped after {len(tokens)} of {max_new_tokens} tokens behind prompt {i} of "
+                f"{len(ids)}: together they pass the server's limit (vLLM's --max-model-len)"
+            )
         return Completion(tuple(tokens), tuple(logprobs))
 
     def _json(self, method: str, path: str, body: object, max_bytes: int) -> dict[str, Any]:
@@ -204,7 +228,8 @@ class HttpSampler:
             said = bytes(data[:500]).decode("utf-8", "replace")
             if key := self._key():
                 said = said.replace(key, "...")
-            raise SamplerError(f"{method} {self.base_url}{path} returned {response.status_code}: {said}")
+            needs = f"; vLLM needs {_NEEDS[path]}" if response.status_code == 404 and path in _NEEDS else ""
+            raise SamplerError(f"{method} {self.base_url}{path} returned {response.status_code}: {said}{needs}")
         return bytes(data)
 
     def _headers(self) -> dict[str, str]:

@@ -1,0 +1,35 @@
+"""What is examined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A run that is to start. What is None is not examined.
+
+    Args:
+        model: a model folder or hub id.
+        model_manifest: a run's `model-snapshot.json`, whose files the folder must still hold.
+        dataset: a .jsonl or .parquet file, a folder or hub id.
+        dataset_config, dataset_split: which part of it.
+        output_dir: where the run will write.
+        gpus: how many GPUs a node must have; None takes what there is, none included.
+        prompt_tokens, response_tokens: the longest of each, which must fit in the model's positions.
+        model_options: further arguments of `from_pretrained`, as `revision`.
+    """
+
+    model: str | None = None
+    model_manifest: Path | None = None
+    dataset: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    output_dir: Path | None = None
+    gpus: int | None = None
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    model_options: Mapping[str, Any] = field(default_factory=dict)
