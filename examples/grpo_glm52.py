@@ -18,10 +18,10 @@ answer stands in the completion; replace `contains_answer` by your own.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl import TrlParser
 
+from longstraw_sdk.data.rows import load_rows
 from longstraw_sdk.models.glm52 import GLM52Adapter, load_expert_shard
 from longstraw_sdk.trainers import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
@@ -53,7 +53,7 @@ def main() -> None:
         adapter=adapter,
         reward_funcs=contains_answer,
         args=config,
-        train_dataset=load_dataset("json", data_files=script.dataset_name, split="train"),
+        train_dataset=load_rows(script.dataset_name),
         processing_class=AutoTokenizer.from_pretrained(script.model_name_or_path, padding_side="left"),
         peft_config=adapter.lora_config(r=script.lora_r),
     )

@@ -14,11 +14,11 @@ answer stands in the completion; replace `contains_answer` by your own.
 
 from dataclasses import dataclass, field
 
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import TrlParser
 
 from longstraw_sdk.adapter import adapter_for
+from longstraw_sdk.data.rows import load_rows
 from longstraw_sdk.trainers import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
 
@@ -38,13 +38,6 @@ def contains_answer(completions, answer, **kwargs):
     return [float(wanted in text) for text, wanted in zip(texts, answer, strict=True)]
 
 
-def load(name: str):
-    for kind, endings in {"json": (".jsonl", ".json"), "parquet": (".parquet",)}.items():
-        if name.endswith(endings):
-            return load_dataset(kind, data_files=name, split="train")
-    return load_dataset(name, split="train")
-
-
 def main() -> None:
     script, config = TrlParser((ScriptArguments, LongStrawGRPOConfig)).parse_args_and_config()
     model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.dtype)
@@ -52,7 +45,7 @@ def main() -> None:
         model,
         reward_funcs=contains_answer,
         args=config,
-        train_dataset=load(script.dataset_name),
+        train_dataset=load_rows(script.dataset_name),
         processing_class=AutoTokenizer.from_pretrained(script.model_name_or_path, padding_side="left"),
         peft_config=adapter_for(model).lora_config(r=script.lora_r),
     )

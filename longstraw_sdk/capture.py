@@ -13,11 +13,10 @@ from .bound import BoundModel, progress
 from .errors import NumericsError
 from .state import (
     ContextGroup,
-    PagedSpec,
     PagePool,
     Placement,
-    RecurrentSpec,
     ResidentState,
+    StateBytes,
     StateSpec,
     min_forward_tokens,
 )
@@ -120,17 +119,9 @@ def _bytes_of(
 
     Without boundaries to keep, no gradient of the prompt is collected and the last state is the only one.
     """
-    layers: dict[int, tuple[int, int]] = {}
-    others = 0
-    for spec in specs:
-        if isinstance(spec, PagedSpec):
-            pages, gradients = layers.get(spec.layer, (0, 0))
-            pages += spec.resident_bytes(n_tokens, page_tokens)
-            gradients += spec.gradient_bytes(n_tokens, page_tokens) if n_boundaries else 0
-            layers[spec.layer] = (pages, gradients)
-        elif isinstance(spec, RecurrentSpec):
-            others += max(1, n_boundaries) * spec.bytes_per_boundary
-    return layers, others
+    held = StateBytes.of(specs, n_tokens, page_tokens)
+    layers = {layer: (n, gradients if n_boundaries else 0) for layer, (n, gradients) in held.by_layer.items()}
+    return layers, max(1, n_boundaries) * held.boundary
 
 
 def _is_finite(state: ResidentState, out: DecoderOutput) -> bool:

@@ -22,7 +22,7 @@ from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_
 from .positions import PositionConfig, asked_positions, positions_identity, positions_of
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
-from .state import CudaLink, PagePool, Placement, check_same_weights, cuda_room, in_step, min_forward_tokens
+from .state import KEPT_FREE, CudaLink, PagePool, Placement, check_same_weights, cuda_room, in_step, min_forward_tokens
 from .turns import ExpertTurns
 from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice
 
@@ -372,10 +372,6 @@ def _backend(
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-KEPT_FREE = {"response": 6 * 2**30, "full": 10 * 2**30}
-"""Bytes beside weights and resident state that chunks of 8,192 tokens and packs of 4,096 take at most, by scope."""
 
 
 def _placement(state_device: str, model_device: torch.device, gradient_scope: GradientScope) -> Placement:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from longstraw_sdk.bench import glm_slice
-from longstraw_sdk.bench.geometry import TINY_GLM52
 from longstraw_sdk.bench.glm_slice import SlicePlan, layer_flops, measure_slice
 from longstraw_sdk.bench.result import ROW_FIELDS
 from longstraw_sdk.errors import ConfigurationError
 from longstraw_sdk.lora import base_model_of
+from longstraw_sdk.planner.geometry import TINY_GLM52
 
 CPU = torch.device("cpu")
 PLAN = SlicePlan(

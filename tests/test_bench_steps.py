@@ -9,10 +9,8 @@ import rank_trainers
 import torch
 
 from longstraw_sdk.bench import group_steps, systems
-from longstraw_sdk.bench.geometry import TINY_QWEN3, TINY_QWEN36
 from longstraw_sdk.bench.group_steps import Run, StepPlan, run_steps
 from longstraw_sdk.bench.result import ROW_FIELDS
-from longstraw_sdk.bench.roofline import Ceilings, ModelWork, Work
 from longstraw_sdk.bench.systems import (
     Group,
     Options,
@@ -25,6 +23,8 @@ from longstraw_sdk.bench.systems import (
 from longstraw_sdk.errors import ConfigurationError
 from longstraw_sdk.evidence.parity import randomize_lora, relative_l2
 from longstraw_sdk.lora import base_model_of
+from longstraw_sdk.planner.geometry import TINY_QWEN3, TINY_QWEN36
+from longstraw_sdk.planner.work import Ceilings, ModelWork, Work
 
 CPU = torch.device("cpu")
 GROUP = Group(prompt_tokens=60, size=3, response_tokens=9)

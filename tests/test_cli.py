@@ -62,6 +62,7 @@ def test_bench_help_names_the_presets():
         assert preset in shown
 
 
+@pytest.mark.slow
 def test_bench_simulates_ranks_and_writes_json_and_picture(tmp_path):
     result = run("bench", "--preset", "cpu-simulated-ranks", "--output-dir", str(tmp_path), "--json")
     assert result.returncode == 0, result.stderr

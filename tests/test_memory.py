@@ -40,7 +40,7 @@ def group(model, n_prompt, n_rows, scope, n_response=16):
         return max(held), trace.peak_bytes, resident
 
 
-@pytest.mark.parametrize("scope", ["response", "full"])
+@pytest.mark.parametrize("scope", ["response", pytest.param("full", marks=pytest.mark.slow)])
 def test_live_bytes_of_a_replay_are_flat_in_prompt_and_group(model, scope):
     held = {(p, g): group(model, p, g, scope)[0] for p, g in [(101, 2), (801, 2), (3201, 2), (801, 8)]}
     assert max(held.values()) <= 1.01 * min(held.values()), held

@@ -151,7 +151,7 @@ def test_secrets_are_not_written():
         "a": [{"token": "s3cret", "api_key": "s3cret"}],
         "token": None,
     }
-    found = run_facts._finite(given | {"num_tokens": 3})
+    found = run_facts.finite(given | {"num_tokens": 3})
     assert "s3cret" not in json.dumps(found)
     assert found["pad_token"] == "<pad>" and found["num_tokens"] == 3 and found["token"] is None
 
@@ -231,6 +231,7 @@ def of_run(name, change):
 TAMPERED = {
     "request": (of_run("request.json", lambda p: edited(p, lambda c: c.update(gradient_scope="response"))), "request"),
     "model": (of_run("model-snapshot.json", lambda p: edited(p, lambda c: c.update(frozen_sha256="0"))), "model-snap"),
+    "metrics": (of_run("metrics.jsonl", lambda p: p.write_text("{}\n")), "metrics.jsonl is missing or not what"),
     "memory": (of_run("memory.jsonl", lambda p: p.write_text("{}\n")), "memory.jsonl is missing or not what"),
     "ranks": (of_run("rank-sessions.json", lambda p: edited(p, lambda c: c["ranks"].append({}))), "rank-sessions"),
     "witness": (of_run("gradient-witness.json", lambda p: edited(p, lambda c: c.update(norm=0.0))), "gradient-witness"),
@@ -518,6 +519,7 @@ def test_devices_change_hands_in_order(tmp_path, caplog):
         {"repetition_penalty": 1.1},
         {"generation_kwargs": {"no_repeat_ngram_size": 2}},
         {"vllm_importance_sampling_correction": False},
+        {"prefix_adapter": "frozen"},
     ],
     ids=lambda options: next(iter(options)),
 )

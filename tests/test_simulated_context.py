@@ -9,7 +9,6 @@ import torch
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.bench import simulated_rank
 from longstraw_sdk.bench.estimate import (
-    Links,
     PhaseEstimate,
     bend,
     depths_of,
@@ -18,11 +17,12 @@ from longstraw_sdk.bench.estimate import (
     scaled,
     summed,
 )
-from longstraw_sdk.bench.geometry import GLM52, QWEN36_27B, TINY_GLM52, TINY_QWEN36
 from longstraw_sdk.bench.simulated_context import SimulatedBackend, SimulatedContext
 from longstraw_sdk.bench.simulated_rank import Cost, SimulatedRank, Workload
 from longstraw_sdk.bench.simulated_ranks import Plan, measured_case, simulate
 from longstraw_sdk.bench.simulation_result import PHASES, table_rows
+from longstraw_sdk.planner.geometry import GLM52, QWEN36_27B, TINY_GLM52, TINY_QWEN36
+from longstraw_sdk.planner.links import Links
 from longstraw_sdk.state import PagedSpec
 
 CPU = torch.device("cpu")
@@ -440,7 +440,7 @@ def test_every_row_of_the_table_has_a_name_of_its_own(results):
 
 
 def test_figures_of_the_paper_stand_beside_their_case(results):
-    from longstraw_sdk.bench.paper import PAPER
+    from longstraw_sdk.planner.paper import PAPER
 
     result = results[1][-1]
     case = dataclasses.replace(result.estimates[0], geometry="qwen3.6-27b", size=8, positions=2_097_152)

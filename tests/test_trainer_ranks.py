@@ -58,7 +58,7 @@ def assert_same_run(found, wanted):
         ("qwen36", {}),
         ("qwen36", {"beta": 0.1, "num_iterations": 2, "gradient_scope": "response"}),
         ("llama", {"prefix_adapter": "frozen", "scale_rewards": "batch"}),
-        ("glm52", {"top_entropy_quantile": 0.5}),
+        pytest.param("glm52", {"top_entropy_quantile": 0.5}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -121,7 +121,10 @@ def test_contexts_that_share_experts_train_as_contexts_that_do_not(rank_pools, t
     assert_same_run(found, apart)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["two ranks, then one", "one, then two ranks"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((2, 1), id="two ranks, then one", marks=pytest.mark.slow), pytest.param((1, 2), id="one, then two")],
+)
 def test_checkpoints_move_between_numbers_of_ranks_that_hold_the_experts(two, tmp_path, sizes):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2} | CLIPPED
     unbroken = rank_trainers.train("ours", "glm52", options, str(tmp_path / "unbroken"))

@@ -80,7 +80,7 @@ class _ReplayedLogps(torch.autograd.Function):
 
 
 class _StepsClosed(TrainerCallback):
-    """Tells the run record that the optimizer stepped, before anything is saved of it."""
+    """Tells the run record that the optimizer stepped, before anything is saved of it, and what was logged."""
 
     def __init__(self, trainer: LongStrawGRPOTrainer):
         self.trainer = trainer
@@ -90,6 +90,9 @@ class _StepsClosed(TrainerCallback):
         if record.journal is not None:
             record.stepped(adapter_digest(self.trainer.model), state.global_step)
         record.step = state.global_step
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.trainer._run.metrics(logs or {})
 
 
 class LongStrawGRPOTrainer(GRPOTrainer):

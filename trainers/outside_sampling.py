@@ -28,6 +28,11 @@ def check_options(sampler: Sampler, args: Any, rollout_func: object) -> None:
     ]
     if set_away:
         raise ConfigurationError(f"{', '.join(set_away)}: {sampler.name} is not asked for it; leave it unset")
+    if args.prefix_adapter == "frozen":
+        raise ConfigurationError(
+            f"prefix_adapter='frozen': {sampler.name} lets LoRA act on the prompt too, so it would draw from another "
+            "policy than the one that is trained; use prefix_adapter='live', or sample from the resident state"
+        )
     if rollout_func is not None:
         raise ConfigurationError("rollout_func and sampler both draw responses; give one of them")
     if not args.vllm_importance_sampling_correction:

@@ -32,7 +32,7 @@ def describe_run(trainer: Any, sampler: dict[str, Any]) -> dict[str, Any]:
         "positions_sha256": trainer.longstraw.positions_identity,
         "n_processes": trainer.args.world_size,
     }
-    found: dict[str, Any] = _finite(json.loads(json.dumps(request, default=str)))
+    found: dict[str, Any] = finite(json.loads(json.dumps(request, default=str)))
     return found
 
 
@@ -77,10 +77,11 @@ _SECRETS = re.compile(r"(^|_)(token|auth_token|access_token|api_key|secret|passw
 _NO_SECRETS = re.compile(r"^(pad|eos|bos|unk|mask|sep|cls|image)_token$")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` for JSON: NaN and infinities as text, secrets hidden."""
     if isinstance(value, dict):
         hidden = {name for name in value if _SECRETS.search(str(name)) and not _NO_SECRETS.match(str(name))}
-        return {n: "<hidden>" if n in hidden and v is not None else _finite(v) for n, v in value.items()}
+        return {n: "<hidden>" if n in hidden and v is not None else finite(v) for n, v in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

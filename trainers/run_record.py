@@ -28,6 +28,7 @@ from longstraw_sdk.evidence.run_folder import (
     GRADIENT,
     JOURNAL,
     MEMORY,
+    METRICS,
     MODEL,
     RANKS,
     REQUEST,
@@ -36,6 +37,7 @@ from longstraw_sdk.evidence.run_folder import (
 )
 
 from .rollout_store import Stored
+from .run_facts import finite
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +131,10 @@ class RunRecord:
     def ended(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         if self.journal is not None:
             sha256 = write_json(self.folder / RANKS, {"ranks": list(ranks)})
-            memory = self.folder / memory_name(self.rank)
-            self._append(
-                "ended",
-                update=self.step,
-                ranks_sha256=sha256,
-                memory_sha256=file_sha256(memory) if memory.exists() else None,
-            )
+            traces = {"memory_sha256": memory_name(self.rank), "metrics_sha256": METRICS}
+            found = {name: self.folder / file for name, file in traces.items()}
+            hashes = {name: file_sha256(path) if path.exists() else None for name, path in found.items()}
+            self._append("ended", update=self.step, ranks_sha256=sha256, **hashes)
 
     def close(self) -> None:
         self.active, self.journal = False, None
@@ -158,12 +157,20 @@ class RunRecord:
                     "allocated_bytes": torch.cuda.memory_allocated(device),
                     "peak_bytes": torch.cuda.max_memory_allocated(device),
                 }
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)  # of another node
-                with (self.folder / memory_name(self.rank)).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(entry) + "\n")
-            except OSError as error:
-                logger.warning("the memory trace is not complete: %s", error)
+            self._trace(memory_name(self.rank), entry)
+
+    def metrics(self, logs: Mapping[str, Any]) -> None:
+        """What the trainer logged, as a line. A run that goes on may repeat updates: then the last line counts."""
+        if self.journal is not None:
+            self._trace(METRICS, {"update": self.step} | finite(dict(logs)))
+
+    def _trace(self, name: str, entry: Mapping[str, Any]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # of another node
+            with (self.folder / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, default=str) + "\n")
+        except OSError as error:
+            logger.warning("%s is not complete: %s", name, error)
 
 
 def memory_name(rank: int) -> str:

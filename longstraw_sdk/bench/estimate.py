@@ -6,27 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 
-from ..state import PagedSpec, RecurrentSpec
-from .geometry import WholeModel
+from ..planner.geometry import WholeModel
+from ..planner.links import Links
+from ..state import StateBytes
 from .simulated_rank import Cost, Workload
 
 Curve = Mapping[int, Cost]
 """Cost of one forward by the prefix tokens before it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """What connects the ranks: bytes per second that one receives within a node of `node_ranks`, and from outside."""
-
-    node_ranks: int = 8
-    within_node: float = 400e9
-    between_nodes: float = 50e9
-
-    def seconds(self, n_bytes: float, size: int) -> float:
-        """Of bytes that come from `size - 1` ranks in equal parts, first those of the node, then the others."""
-        near = min(size, self.node_ranks) - 1
-        near_part = near / max(1, size - 1)
-        return n_bytes * (near_part / self.within_node + (1 - near_part) / self.between_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,28 +173,23 @@ def memory(
     page_tokens: int,
 ) -> MemoryEstimate:
     """Bytes of one rank that keeps `n_rows` of the prompt and every boundary of recurrent layers."""
-    paged = [spec for spec in whole.specs if isinstance(spec, PagedSpec)]
-    recurrent = [spec for spec in whole.specs if isinstance(spec, RecurrentSpec)]
-    pages = sum(spec.resident_bytes(n_rows, page_tokens) for spec in paged)
-    boundary = sum(spec.bytes_per_boundary for spec in recurrent)
-    accumulators = sum(spec.gradient_bytes(n_rows, page_tokens) for spec in paged)
-    accumulators += sum(spec.accumulator_bytes for spec in recurrent)
+    held = StateBytes.of(whole.specs, n_rows, page_tokens)
     fixed = whole.weights_bytes + adapter_bytes
     workspace = {name: phase.workspace_bytes for name, phase in phases.items()}
-    response, full = pages + boundary, pages + n_boundaries * boundary
+    response, full = held.resident(1), held.resident(n_boundaries)
     return MemoryEstimate(
         weights=whole.weights_bytes,
         adapter=adapter_bytes,
         resident_response=response,
         resident_full=full,
-        accumulators=accumulators,
+        accumulators=held.accumulators,
         peak_response=fixed + response + max(workspace["capture"], workspace["replay response"], workspace["finalize"]),
         peak_full=fixed
         + full
         + max(
             workspace["capture"],
             workspace["finalize"],
-            accumulators + max(workspace["replay full"], workspace["sweep"]),
+            held.accumulators + max(workspace["replay full"], workspace["sweep"]),
         ),
     )
 

@@ -17,10 +17,10 @@ from ..adapter import StateView, adapter_for
 from ..bound import bind_model
 from ..evidence.machine import describe_machine
 from ..lora import base_model_of
+from ..planner.geometry import GLM52, LORA_RANK, TINY_GLM52, Geometry
 from ..state import PagePool, ResidentState
 from ..types import CausalLM
 from .device import GIB, require_cuda, synchronize
-from .geometry import GLM52, LORA_RANK, TINY_GLM52, Geometry
 from .layer_result import LayerResult, LayerRow
 from .result import Progress
 from .roofline import product_ceiling

@@ -15,12 +15,13 @@ from ..errors import ConfigurationError
 from ..evidence.machine import describe_machine
 from ..evidence.parity import randomize_lora
 from ..lora import base_model_of
+from ..planner.geometry import CHECKPOINTING, LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
+from ..planner.work import ModelWork
 from ..types import CausalLM, GradientScope
 from .context_bytes import replay_bytes
 from .device import GIB, require_cuda
-from .geometry import CHECKPOINTING, LORA_RANK, QWEN36_27B, TINY_QWEN3, TINY_QWEN36, Geometry
 from .result import Progress
-from .roofline import ModelWork, measure_ceilings
+from .roofline import measure_ceilings
 from .step_result import StepResult, StepRow
 from .systems import (
     Group,

@@ -12,11 +12,11 @@ from ..adapter import DecoderOutput, StateView, adapter_for
 from ..bound import bind_model
 from ..evidence.memory import trace_memory
 from ..lora import base_model_of
+from ..planner.geometry import Geometry
 from ..replay import replay_rows
 from ..state import Component, PagedSpec, PagePool, ResidentState, StateSpec
 from ..sweep import sweep_chunk
 from .device import seconds_of
-from .geometry import Geometry
 from .simulated_context import SimulatedBackend
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ..evidence.machine import describe_machine, version_of
+from ..planner.geometry import GLM52, LORA_RANK, QWEN36_27B, TINY_GLM52, TINY_QWEN36, Geometry
+from ..planner.links import Links
 from .device import require_cuda
-from .estimate import Links, MeasuredCase, depths_of, estimate, scaled
-from .geometry import GLM52, LORA_RANK, QWEN36_27B, TINY_GLM52, TINY_QWEN36, Geometry
+from .estimate import MeasuredCase, depths_of, estimate, scaled
 from .result import Progress
 from .simulated_rank import Cost, SimulatedRank, Workload
 from .simulation_result import PHASES, Point, SimulationResult

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from ..planner.paper import PAPER, PAPER_SETTING
 from .estimate import CaseEstimate
-from .paper import PAPER, PAPER_SETTING
 from .result import BenchResult
 from .simulated_rank import Cost
 

@@ -12,7 +12,12 @@ from ..errors import LongStrawError
 from .audit import audit
 from .bench import bench
 from .demo import demo
+from .doctor import doctor
 from .parity import parity
+from .plan import plan
+from .report import report
+from .train import SETTINGS as TRAIN
+from .train import train
 from .verify_run import verify_run
 
 app = typer.Typer(
@@ -22,7 +27,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.command()(demo)
+app.command()(doctor)
+app.command(**TRAIN)(train)
+app.command()(report)
 app.command()(bench)
 app.command()(parity)
 app.command()(audit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from .quiet import quiet_libraries
 
 
 class DemoModelName(StrEnum):
@@ -45,7 +47,8 @@ def demo(
     """
     console = Console(stderr=as_json, quiet=as_json)
     console.print("Loading torch, transformers and trl ...", style="dim")
-    _quiet()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    quiet_libraries()
     from ..demo.report import write_report
     from ..demo.run import DemoConfig, run_demo
 
@@ -80,16 +83,3 @@ def demo(
         f"{result.prompt_tokens_without_sharing:,}."
     )
     console.print(f"Report: {report}")
-
-
-def _quiet() -> None:
-    """Keep library chatter out of the progress display; our own warnings stay."""
-    import os
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", module=r"(transformers|trl|peft|torch|accelerate)\.")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import platform
 from importlib import metadata, resources
 from pathlib import Path
@@ -13,11 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from ..evidence.memory import MemoryTrace
+from ..report.axes import GRID, INK, OURS, THEIRS, embedded, new_axes, png
 from .run import GROUP, N_ANSWERS, TRL_PREFILL_TOKENS, TRL_SPARSE_ROWS, DemoResult
 from .task import ANSWERS
 from .warmup import STAGES
-
-_OURS, _THEIRS, _INK, _GRID = "#1b6ca8", "#d1603d", "#333333", "#dddddd"
 
 
 def write_report(result: DemoResult, output_dir: Path) -> Path:
@@ -29,9 +27,9 @@ def write_report(result: DemoResult, output_dir: Path) -> Path:
     }
     encoded = {}
     for name, figure in pictures.items():
-        path = output_dir / f"{name}.png"
-        figure.savefig(path, dpi=150)
-        encoded[name] = base64.b64encode(path.read_bytes()).decode()
+        picture = png(figure)
+        (output_dir / f"{name}.png").write_bytes(picture)
+        encoded[name] = embedded(picture)
     template = resources.files(__package__).joinpath("report.html.jinja").read_text()
     page = (
         Environment(autoescape=True)
@@ -66,38 +64,25 @@ def _curve_gap(result: DemoResult) -> float | None:
     return max(abs(a - b) for a, b in pairs) if pairs else None
 
 
-def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(title, loc="left", fontsize=11, color=_INK)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
-
-
 def _reward_curve(result: DemoResult) -> Figure:
-    figure, axes = _axes("Mean reward of the training prompts", "optimizer step", "mean reward")
+    figure, axes = new_axes("Mean reward of the training prompts", "optimizer step", "mean reward")
     steps = range(1, len(result.reward_curve) + 1)
-    axes.plot(steps, result.reward_curve, color=_OURS, linewidth=2, label="LongStrawGRPOTrainer, full scope")
+    axes.plot(steps, result.reward_curve, color=OURS, linewidth=2, label="LongStrawGRPOTrainer, full scope")
     if result.trl_reward_curve:
         steps = range(1, len(result.trl_reward_curve) + 1)
         axes.plot(
-            steps, result.trl_reward_curve, color=_THEIRS, linestyle="none", marker="o", markersize=8, fillstyle="none",
+            steps, result.trl_reward_curve, color=THEIRS, linestyle="none", marker="o", markersize=8, fillstyle="none",
             markeredgewidth=2, label=f"TRL's GRPOTrainer, the first {len(result.trl_reward_curve)} steps",
         )  # fmt: skip
     for value, name in ((result.mean_reward_before, "before"), (result.mean_reward_after, "after")):
-        axes.axhline(value, color=_INK, linewidth=1, linestyle=":")
+        axes.axhline(value, color=INK, linewidth=1, linestyle=":")
         axes.annotate(
             f" held-out\n {name}: {value:.2f}",
             (1.0, value),
             xycoords=("axes fraction", "data"),
             va="center",
             fontsize=9,
-            color=_INK,
+            color=INK,
         )
     axes.set_ylim(0, 1.08)
     axes.legend(frameon=False, loc="lower right", fontsize=9)
@@ -108,8 +93,8 @@ def _memory(result: DemoResult) -> Figure:
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, trace, name, color in (
-        (left, result.memory, "LongStraw", _OURS),
-        (right, result.trl_memory, "TRL", _THEIRS),
+        (left, result.memory, "LongStraw", OURS),
+        (right, result.trl_memory, "TRL", THEIRS),
     ):
         _memory_panel(axes, trace, name, color)
     left.set_ylabel("live tensor bytes (MiB, log scale)")
@@ -123,16 +108,16 @@ def _memory_panel(axes: Axes, trace: MemoryTrace, name: str, color: str) -> None
     axes.step(seconds, mib, color=color, linewidth=0.9, where="post")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.set_title(f"{name}: peak {trace.peak_bytes / 2**20:.0f} MiB", loc="left", fontsize=11, color=_INK)
+    axes.set_title(f"{name}: peak {trace.peak_bytes / 2**20:.0f} MiB", loc="left", fontsize=11, color=INK)
     axes.set_xlabel("seconds (traced, so slower than a real step)")
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     for phase, start, end in _phases(trace):
         if end - start > 0.04 * seconds[-1]:
             axes.annotate(
                 phase, ((start + end) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, -10),
-                textcoords="offset points", ha="center", fontsize=8, color=_INK,
+                textcoords="offset points", ha="center", fontsize=8, color=INK,
             )  # fmt: skip
-        axes.axvline(start, color=_GRID, linewidth=0.8)
+        axes.axvline(start, color=GRID, linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -149,11 +134,11 @@ def _phases(trace: MemoryTrace) -> list[tuple[str, float, float]]:
 
 
 def _tokens(result: DemoResult) -> Figure:
-    figure, axes = _axes("Prompt tokens forwarded in training", "million tokens", "")
+    figure, axes = new_axes("Prompt tokens forwarded in training", "million tokens", "")
     names = ["shared (LongStraw)", "not shared (TRL)"]
     values = [result.prompt_tokens_forwarded / 1e6, result.prompt_tokens_without_sharing / 1e6]
-    bars = axes.barh(names[::-1], values[::-1], color=[_THEIRS, _OURS], height=0.55)
-    axes.bar_label(bars, fmt=" %.2f", fontsize=9, color=_INK)
+    bars = axes.barh(names[::-1], values[::-1], color=[THEIRS, OURS], height=0.55)
+    axes.bar_label(bars, fmt=" %.2f", fontsize=9, color=INK)
     axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
     return figure

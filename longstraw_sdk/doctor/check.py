@@ -28,7 +28,7 @@ Examination = Callable[[Subject], Iterable[Check]]
 
 
 def examine(subject: Subject) -> list[Check]:
-    """All checks of `subject`, whichever of them fail. Nothing is changed, but each folder is written to and cleaned."""
+    """All checks of `subject`, whichever of them fail. Folders are written to, and left as they were."""
     from . import data, devices, folders, model, software
 
     examinations: tuple[Examination, ...] = (

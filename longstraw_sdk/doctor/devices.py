@@ -63,7 +63,7 @@ def _links(n_gpus: int) -> Check:
 
 def _nccl() -> Check:
     if dist.is_available() and dist.is_nccl_available():
-        return Check("nccl", True, "NCCL " + ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+        return Check("nccl", True, "NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
     return Check("nccl", False, "this PyTorch has no NCCL", "install the Linux build of PyTorch for CUDA")
 
 

@@ -37,7 +37,9 @@ def _folder(name: str, folder: Path) -> Check:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return Check(name, False, f"{folder} cannot be written to: {error}", "choose another folder, or make it writable")
+        return Check(
+            name, False, f"{folder} cannot be written to: {error}", "choose another folder, or make it writable"
+        )
     free = shutil.disk_usage(there).free
     found = f"{folder}, {free / GIB:.0f} GiB free"
     few = free < LEAST_FREE_BYTES

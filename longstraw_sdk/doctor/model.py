@@ -24,10 +24,13 @@ def examine(subject: Subject) -> Iterator[Check]:
         yield _files(folder)
         if subject.model_manifest is not None:
             yield _manifest(folder, subject.model_manifest)
-    elif subject.model_manifest is not None:
+    elif "/" not in subject.model or folder.is_absolute():
         yield Check(
-            "model manifest", False, f"{subject.model} is no folder", "download the model and name its folder"
+            "model files", False, f"{subject.model} does not exist", "name a model folder, or a hub id owner/name"
         )
+        return
+    elif subject.model_manifest is not None:
+        yield Check("model manifest", False, f"{subject.model} is no folder", "download the model and name its folder")
     yield from _architecture(subject)
 
 

@@ -66,7 +66,9 @@ def _delta_rule_kernels() -> Iterator[Check]:
     wrong = hopper and is_miscompiled(triton) and find_spec("tilelang") is None
     remedy = 'pip install "tilelang>=0.1.9", or triton 3.7.1 or later' if wrong else None
     if wrong:
-        found += ": on Hopper this Triton gives wrong gradients of it, and flash-linear-attention refuses to compute them"
+        found += (
+            ": on Hopper this Triton gives wrong gradients of it, and flash-linear-attention refuses to compute them"
+        )
     yield Check(name, not wrong, found, remedy)
 
 

@@ -13,7 +13,7 @@ from .artifacts import file_sha256, inside, read_json
 from .digests import row_identity
 from .journal import Entry, read_journal
 from .manifest import MANIFEST, problems_of
-from .run_folder import GRADIENT, JOURNAL, MEMORY, MODEL, RANKS, REQUEST, ROLLOUTS
+from .run_folder import GRADIENT, JOURNAL, MEMORY, METRICS, MODEL, RANKS, REQUEST, ROLLOUTS
 
 _TOLERANCE = 1e-4
 """Of advantages, which TRL computes in float32."""
@@ -275,10 +275,11 @@ def _end(folder: Path, entry: Entry) -> Iterator[str]:
     uuids = [rank["observed"]["uuid"] for rank in ranks if rank["observed"]["uuid"] is not None]
     if len(set(uuids)) != len(uuids):
         raise Broken(f"{RANKS}: two ranks had the same accelerator")
-    memory = folder / MEMORY
-    if entry["memory_sha256"] is not None:
-        if memory.is_symlink() or not memory.is_file() or file_sha256(memory) != entry["memory_sha256"]:
-            raise Broken(f"{MEMORY} is missing or not what was written: its sha256 differs")
-        for line in memory.read_text(encoding="utf-8").splitlines():
-            json.loads(line)
-    yield f"{len(ranks)} ranks, {len(uuids)} accelerators, and {MEMORY} are as at the end of the run"
+    for name, sha256 in ((MEMORY, entry["memory_sha256"]), (METRICS, entry["metrics_sha256"])):
+        path = folder / name
+        if sha256 is not None:
+            if path.is_symlink() or not path.is_file() or file_sha256(path) != sha256:
+                raise Broken(f"{name} is missing or not what was written: its sha256 differs")
+            for line in path.read_text(encoding="utf-8").splitlines():
+                json.loads(line)
+    yield f"{len(ranks)} ranks, {len(uuids)} accelerators, {MEMORY} and {METRICS} are as at the end of the run"

@@ -11,14 +11,16 @@ from .specs import (
     MLALatentSpec,
     PagedSpec,
     RecurrentSpec,
+    StateBytes,
     StateKey,
     StateSpec,
     min_forward_tokens,
 )
-from .staging import CudaLink, Link, Placement, cuda_room
+from .staging import KEPT_FREE, CudaLink, Link, Placement, cuda_room, spread_over_host
 from .witness import Witness
 
 __all__ = [
+    "KEPT_FREE",
     "AttentionKVSpec",
     "Component",
     "ContextGroup",
@@ -35,6 +37,7 @@ __all__ = [
     "Placement",
     "RecurrentLayerState",
     "RecurrentSpec",
+    "StateBytes",
     "ResidentState",
     "StateKey",
     "StateSpec",
@@ -44,4 +47,5 @@ __all__ = [
     "cuda_room",
     "in_step",
     "min_forward_tokens",
+    "spread_over_host",
 ]

@@ -6,7 +6,7 @@ truth about sizes. A paged spec grows with the prompt; a recurrent spec has a fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar
@@ -178,6 +178,49 @@ class RecurrentSpec(StateSpec):
     def accumulator_bytes(self) -> int:
         """Bytes of the one live set of state gradients that full scope holds."""
         return sum(component.accumulator_bytes for component in self.components)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What a resident state takes on one rank.
+
+    Args:
+        by_layer: per layer with pages, their bytes and those of their gradient accumulators.
+        boundary: all recurrent states at one chunk boundary.
+        boundary_gradients: the one live set of their gradients.
+    """
+
+    by_layer: Mapping[int, tuple[int, int]]
+    boundary: int
+    boundary_gradients: int
+
+    @classmethod
+    def of(cls, specs: Iterable[StateSpec], n_tokens: int, page_tokens: int) -> StateBytes:
+        """Of `n_tokens` rows of each paged layer, on pages of `page_tokens`."""
+        by_layer: dict[int, tuple[int, int]] = {}
+        boundary = boundary_gradients = 0
+        for spec in specs:
+            if isinstance(spec, PagedSpec):
+                pages, gradients = by_layer.get(spec.layer, (0, 0))
+                pages += spec.resident_bytes(n_tokens, page_tokens)
+                by_layer[spec.layer] = (pages, gradients + spec.gradient_bytes(n_tokens, page_tokens))
+            elif isinstance(spec, RecurrentSpec):
+                boundary += spec.bytes_per_boundary
+                boundary_gradients += spec.accumulator_bytes
+        return cls(by_layer, boundary, boundary_gradients)
+
+    @property
+    def pages(self) -> int:
+        return sum(pages for pages, _ in self.by_layer.values())
+
+    @property
+    def accumulators(self) -> int:
+        """Of pages and of the one boundary that is being differentiated."""
+        return sum(gradients for _, gradients in self.by_layer.values()) + self.boundary_gradients
+
+    def resident(self, n_boundaries: int) -> int:
+        """Pages, and recurrent states at `n_boundaries`."""
+        return self.pages + n_boundaries * self.boundary
 
 
 def min_forward_tokens(specs: Iterable[StateSpec]) -> int:

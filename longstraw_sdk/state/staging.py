@@ -28,6 +28,10 @@ class Link(Protocol):
         """Begin to copy; the function that is returned waits for the copies and hands them out, page after page."""
 
 
+KEPT_FREE = {"response": 6 * 2**30, "full": 10 * 2**30}
+"""Bytes beside weights and resident state that chunks of 8,192 tokens and packs of 4,096 take at most, by scope."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where pages live.

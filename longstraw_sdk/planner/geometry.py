@@ -1,4 +1,4 @@
-"""Models of a simulation: their shapes, and a few of their layers with random weights."""
+"""Shapes of published models, and a few of their layers with random weights for simulations."""
 
 from __future__ import annotations
 
@@ -219,3 +219,6 @@ TINY_GLM52 = Geometry(
         "max_position_embeddings": 2**14,
     },
 )
+
+GEOMETRIES = {geometry.name: geometry for geometry in (QWEN36_27B, GLM52)}
+"""Built-in shapes of published models, by name."""
