@@ -130,7 +130,6 @@ def test_two_updates_are_drawn_by_their_own_policies(tmp_path, folder, sampler, 
     logged = [
         entry["sampling/sampling_logp_difference/max"] for entry in trainer.state.log_history if "reward" in entry
     ]
-    print('LOGGED', by, logged)
     assert len(logged) == 2 and max(logged) < (NEAR_ENGINE if by == "sampler" else NEAR_CHOICE)
     b_norms = [p.norm() for n, p in model.named_parameters() if "lora_B" in n]
     assert b_norms and min(b_norms) > 0

@@ -5,6 +5,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 from dataclasses import replace
 
@@ -240,13 +241,20 @@ def test_what_vllm_refuses_is_told(request_of):
 
 
 def test_it_is_made_with_vllm_only_and_sets_its_own_arguments():
-    with no_vllm(), pytest.raises(ConfigurationError, match="pip install vllm"):
+    with no_vllm(), pytest.raises(ConfigurationError, match=r"pip install \"longstraw-sdk\[vllm\]\""):
         VllmSampler("base")
     with fake_vllm():
         with pytest.raises(ConfigurationError, match="name max_loras, tensor_parallel_size, which"):
             VllmSampler("base", engine_arguments={"tensor_parallel_size": 2, "max_loras": 2})
         with pytest.raises(ConfigurationError, match="must be 1 to 512, got 0"):
             VllmSampler("base", max_lora_rank=0)
+
+
+def test_a_program_that_the_engine_would_run_again_is_stopped(monkeypatch):
+    """As multiprocessing marks a process that imports the main file of its parent."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with fake_vllm(), pytest.raises(ConfigurationError, match='below if __name__ == "__main__"'):
+        VllmSampler("base")
 
 
 # In the trainer

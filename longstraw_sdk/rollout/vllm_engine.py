@@ -1,8 +1,7 @@
 """A sampler that owns its vLLM engine: no server, the adapter is loaded as it is and nothing is merged.
 
 `vllm.LLM` runs the engine in a process of its own beside the trainer, on the GPU that is current when it starts. That
-process imports the program's main file again, so what starts the training must stand below
-`if __name__ == "__main__":`.
+process imports the program's main file again, so what trains must stand below `if __name__ == "__main__":`.
 
 `tests/test_vllm_engine.py` drives a real engine; it passes with vLLM 0.32.0 on a CPU, where sleep mode does not exist.
 """
@@ -10,6 +9,7 @@ process imports the program's main file again, so what starts the training must 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +39,8 @@ _SET_HERE = (
 )
 
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables (and all of TORCHELASTIC_) by which the engine would look for the trainer's process group."""
+"""Variables of torchrun, beside all of TORCHELASTIC_. With TORCHELASTIC_USE_AGENT_STORE an engine that meets over TCP,
+as vLLM's does on some platforms, would wait for a store that nobody serves (vLLM 0.32.0 on a CPU uses a file)."""
 
 
 class VllmSampler:
@@ -58,7 +59,8 @@ class VllmSampler:
             `top_p` of 0.9 alone makes about -ln 0.9 = 0.105 nats.
 
     Raises:
-        ConfigurationError: vllm is not installed, or `engine_arguments` name what is set here.
+        ConfigurationError: vllm is not installed, `engine_arguments` name what is set here, or what trains stands where
+            the engine's process would run it again.
     """
 
     name = "vllm"
@@ -79,8 +81,12 @@ class VllmSampler:
             raise ConfigurationError(f"max_lora_rank must be 1 to {MAX_LORA_RANKS[-1]}, got {max_lora_rank}")
         if find_spec("vllm") is None:
             raise ConfigurationError(
-                "vllm is not installed: `pip install vllm` in an environment whose torch it is built for, or let a "
-                "vLLM server in another one draw (HttpSampler)"
+                'vllm is not installed: pip install "longstraw-sdk[vllm]", or let a vLLM server of another environment '
+                "draw (HttpSampler)"
+            )
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # else it would train a second time
+            raise ConfigurationError(
+                'the engine\'s process imports this program again: put what trains below if __name__ == "__main__":'
             )
         self.model = os.fspath(model)
         self.max_lora_rank = max_lora_rank
