@@ -13,11 +13,11 @@ from fake_vllm import fake_vllm
 
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.bench import context_bytes
-from longstraw_sdk.bench.geometry import TINY_QWEN36
 from longstraw_sdk.bench.group_steps import Run, StepPlan, run_steps
 from longstraw_sdk.bench.systems import Group, Options
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
+from longstraw_sdk.planner.geometry import TINY_QWEN36
 from longstraw_sdk.trainers.expert_shards import whole_adapter
 from longstraw_sdk.types import local
 
