@@ -95,14 +95,16 @@ def why_not_extend(bound: BoundModel, state: ResidentState, prefix_ids: torch.Te
 
 def _forward_chunks(bound: BoundModel, state: ResidentState, bounds: Sequence[int], *, keep_boundaries: bool) -> None:
     n_new = bounds[-1] - bounds[0]
+    out: DecoderOutput | None = None
     try:
         with progress(n_new, "capture") as advance:
             for start, end in pairwise(bounds):
                 view = StateView(state, state.last_boundary, state_only=True)
+                out = None  # what the chunk before produced must not stay: 0.6 GiB of 8,192 tokens at 27B
                 out = bound.adapter.forward(bound.base, state.prefix_ids[None, start:end], view)
                 state.append_chunk(end - start, out.produced, keep_boundaries=keep_boundaries)
                 advance(end - start)
-        if n_new and not _is_finite(state, out):
+        if out is not None and not _is_finite(state, out):
             raise NumericsError(
                 f"the prompt's hidden state is not finite after {bounds[-1]} tokens; check the weights, the dtype "
                 "and whether the positions are within what the model was trained for"

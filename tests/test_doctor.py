@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from longstraw_sdk.demo.tokenizer import byte_tokenizer
 from longstraw_sdk.doctor import Check, Subject, check, devices, examine, software
+from longstraw_sdk.doctor import memory as planned
 from longstraw_sdk.evidence.artifacts import write_json
 from longstraw_sdk.evidence.model_snapshot import model_snapshot
 from longstraw_sdk.evidence.tiny import tiny_model
@@ -215,3 +217,16 @@ def test_the_command_prints_names_and_remedies(tmp_path):
     assert all(c.keys() == {"name", "ok", "found", "remedy"} for c in told["checks"])
     (one,) = [c for c in told["checks"] if not c["ok"]]
     assert one["name"] == "dataset" and one["remedy"]
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(141, True), (0.001, False)])
+def test_the_longest_prompt_is_planned_where_there_are_gpus(model_folder, monkeypatch, gib, fits):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    memory = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: memory)
+    subject = Subject(model=str(model_folder), prompt_tokens=400, response_tokens=20, group=4)
+    (one,) = planned.examine(subject)
+    assert one.name == "memory plan" and one.ok == fits
+    assert ("does not fit" in one.found) != fits and "400 prompt tokens, G=4" in one.found
+    assert list(planned.examine(Subject(model=str(model_folder)))) == [], "lengths are not known"

@@ -147,6 +147,8 @@ def examined(request: Request) -> list[Check]:
             dataset_split=script.dataset_train_split,
             output_dir=Path(config.output_dir or "trainer_output"),
             response_tokens=config.max_completion_length,
+            group=config.num_generations,
+            scope=config.gradient_scope,
         )
     )
 

@@ -31,6 +31,8 @@ def doctor(
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs that this machine must have.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt.")] = None,
     response_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest response.")] = None,
+    group: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 8,
+    scope: Annotated[str, typer.Option(help="Gradient scope, full or response.")] = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check versions, kernels, GPUs, folders, model, data and positions, and say how to mend what is wrong.
@@ -51,6 +53,8 @@ def doctor(
             gpus=gpus,
             prompt_tokens=prompt_tokens,
             response_tokens=response_tokens,
+            group=group,
+            scope=scope,  # type: ignore[arg-type]
         )
     )
     sound = all(check.ok for check in checks)

@@ -29,13 +29,14 @@ Examination = Callable[[Subject], Iterable[Check]]
 
 def examine(subject: Subject) -> list[Check]:
     """All checks of `subject`, whichever of them fail. Folders are written to, and left as they were."""
-    from . import data, devices, folders, model, software
+    from . import data, devices, folders, memory, model, software
 
     examinations: tuple[Examination, ...] = (
         software.examine,
         devices.examine,
         folders.examine,
         model.examine,
+        memory.examine,
         data.examine,
     )
     return [check for examination in examinations for check in _whatever_happens(examination, subject)]

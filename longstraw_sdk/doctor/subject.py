@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from ..errors import ConfigurationError
+from ..types import GradientScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,9 @@ class Subject:
         dataset_config, dataset_split: which part of it.
         output_dir: where the run will write.
         gpus: how many GPUs a node must have; None takes what there is, none included.
-        prompt_tokens, response_tokens: the longest of each, which must fit in the model's positions.
+        prompt_tokens, response_tokens: the longest of each, which must fit in the model's positions, and on GPUs with
+            `group` responses in memory.
+        group, scope: responses per prompt, and the gradient scope.
         model_options: further arguments of `from_pretrained`, as `revision`.
     """
 
@@ -32,4 +37,11 @@ class Subject:
     gpus: int | None = None
     prompt_tokens: int | None = None
     response_tokens: int | None = None
+    group: int = 8
+    scope: GradientScope = "full"
     model_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scope not in get_args(GradientScope):
+            allowed = ", ".join(map(repr, get_args(GradientScope)))
+            raise ConfigurationError(f"scope={self.scope!r} is not known; allowed: {allowed}")

@@ -218,9 +218,7 @@ def _peak(
         run = replace(run, accumulate=True)
     books = ledgers(facts, run, num)
     if phase == "capture":
-        # The name of what the chunk before produced is still taken while the next one runs.
-        named = sum(book.produced for book in books) + books[-1].y.n_bytes if schedule.n_chunks > 1 else 0.0
-        return capture_peak(books) + named
+        return capture_peak(books)
     if phase == "sweep":
         paged = [spec for spec in facts.specs if isinstance(spec, PagedSpec)]
         cotangents = run.width * sum(spec.accumulator_bytes_per_token for spec in paged) + held.boundary

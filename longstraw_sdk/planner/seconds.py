@@ -111,11 +111,14 @@ def _dense(request: PlanRequest, facts: ModelFacts, schedule: Schedule, device: 
 
 def _sparse(request: PlanRequest, facts: ModelFacts, schedule: Schedule, device: DeviceProfile) -> dict[str, float]:
     """From measured forwards of single layers."""
-    selecting = sum("indexer_key" in states for states in facts.layers)
+    kinds = [
+        (mlp == "sparse", "indexer_key" in states)
+        for mlp, states in zip(facts.config.mlp_layer_types, facts.layers, strict=True)
+    ]
 
     def forward(n_tokens: int, prefix: float) -> float:
-        per_pass = len(facts.layers) * device.sparse.layer + selecting * device.sparse.per_prefix_token * prefix
-        return n_tokens / SPARSE_TOKENS * per_pass
+        layers = (device.sparse.layer(experts=e, selects=s, n_prefix=prefix) for e, s in kinds)
+        return n_tokens / SPARSE_TOKENS * sum(layers)
 
     prompt, responses = request.prompt_tokens, request.group * request.response_tokens
     backward = 3 if request.checkpointing else 2
@@ -147,8 +150,8 @@ def _assumptions(request: PlanRequest, facts: ModelFacts, options: Options) -> l
     told = ["seconds are estimates of one group on one context, without the optimizer's step"]
     if facts.is_sparse:
         told.append(
-            "GLM-5.2 runs on reference operators today: a layer took 0.24 s per 8,192 tokens on one H200, 5% of its "
-            "roofline, before parts of it were rewritten; a backward is taken as two forwards and was not measured"
+            "GLM-5.2 is planned from forwards of 8,192 tokens through single layers on one H200 (8 of 256 experts); a "
+            "backward is taken as two forwards, and its selection as made once"
         )
     elif request.collects:
         told.append("the sweep's speed comes from one measured row (32,768 tokens, full scope)")
