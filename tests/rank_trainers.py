@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import trl_setup
+from fake_vllm import fake_vllm
 
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.bench import context_bytes
-from longstraw_sdk.bench.geometry import TINY_QWEN36
 from longstraw_sdk.bench.group_steps import Run, StepPlan, run_steps
 from longstraw_sdk.bench.systems import Group, Options
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
+from longstraw_sdk.planner.geometry import TINY_QWEN36
 from longstraw_sdk.trainers.expert_shards import whole_adapter
 from longstraw_sdk.types import local
 
@@ -62,6 +63,15 @@ def train_sharded(architecture, options):
         trainer = trl_setup.our_trainer(Path(scratch), model=_model(architecture, options), **options)
         spread = sum(local(p) is not p for p in trainer.model.parameters())
         return *_run(trainer), spread
+
+
+def train_by_engine(options):
+    """(what this rank's engine was called for, whether it saw a launcher's variables, digest of the adapter)."""
+    model = tiny_model("qwen36", n_layers=4)
+    model.config._name_or_path = "base"
+    with fake_vllm() as engines, tempfile.TemporaryDirectory() as scratch:
+        digest = _run(trl_setup.our_trainer(Path(scratch), model=model, **options))[2]
+    return engines.events, any("RANK" in seen or "MASTER_ADDR" in seen for seen in engines.environments), digest
 
 
 def resume(architecture, options, folder):

@@ -169,7 +169,7 @@ REFUSED = {
     "expert_parallel_size": {"expert_parallel_size": 2},
     "sharding": {"sharding": "deepspeed"},
     "cp_size": {"parallelism_config": lambda: ParallelismConfig(cp_size=2)},
-    "use_vllm=True with vllm_mode='colocate'": {"use_vllm": True},
+    "vllm_mode='merged' is not known": {"use_vllm": True, "vllm_mode": "merged"},
     "use_transformers_continuous_batching": {"use_transformers_continuous_batching": True},
     "cache_implementation": {"cache_implementation": "static"},
     "use_liger_kernel": {"use_liger_kernel": True},

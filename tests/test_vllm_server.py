@@ -17,17 +17,14 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 import trl_setup
-from peft import get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig
+from vllm_setup import NEAR, apart, request_for, save_model, served_model
 
-from longstraw_sdk import LongStrawSession, SamplerError
-from longstraw_sdk.adapter import adapter_for
+from longstraw_sdk import SamplerError
 from longstraw_sdk.evidence.parity import randomize_lora
-from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.evidence.verify import verify_run
-from longstraw_sdk.rollout import HttpSampler, RolloutRequest, export_adapter
+from longstraw_sdk.rollout import HttpSampler, export_adapter
 
 URL, FOLDER = (os.environ.get(f"LONGSTRAW_VLLM_{name}", "") for name in ("URL", "MODEL"))
 pytestmark = [
@@ -37,49 +34,6 @@ pytestmark = [
         reason="LONGSTRAW_VLLM_URL and LONGSTRAW_VLLM_MODEL name no server and model; this file's docstring starts one",
     ),
 ]
-MAX_MODEL_LEN = 64
-PROMPTS = ((5, 9, 20, 33, 4, 71, 12), (7, 7, 61))
-NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.05}
-"""Nats by the server's dtype; the trainer computes in float32. Measured: 1e-6 (llama) and 0.009 (qwen36)."""
-
-
-def save_model(folder: str, architecture: str) -> None:
-    """A random model whose generation config asks for what a request must switch off."""
-    # On a CPU vLLM's attention takes heads of 32 and more, its Gated DeltaNet bfloat16 and heads of 128.
-    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128} if architecture == "qwen36" else {}
-    base = tiny_model(architecture, hidden_size=64, head_dim=32, **heads).unload()
-    base.to(torch.bfloat16 if architecture == "qwen36" else torch.float32)
-    base.generation_config = GenerationConfig(
-        eos_token_id=1, pad_token_id=0, do_sample=True, repetition_penalty=2.0, min_p=0.3, top_k=3
-    )
-    base.save_pretrained(folder)
-    trl_setup.word_tokenizer().save_pretrained(folder)
-
-
-def served_model(seed):
-    """The served model with random LoRA weights."""
-    base = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    torch.manual_seed(seed)
-    model = get_peft_model(base, adapter_for(base).lora_config(r=4)).eval()
-    randomize_lora(model, seed)
-    return model
-
-
-def request_for(model, folder, **options):
-    given = {
-        "request_id": "1-0",
-        "adapter": export_adapter(model, folder),
-        "prompts": PROMPTS,
-        "n_completions": 4,
-        "max_new_tokens": 40,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "seed": 11,
-        "stop_token_ids": (1,),
-        "vocab_size": 97,
-    }
-    return RolloutRequest(**(given | options))
 
 
 def listed(sampler):
@@ -96,21 +50,6 @@ def sampler():
             sampler._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, 65536)
 
 
-def apart(model, request, answer):
-    """Largest difference, in nats, between the log-probs of an answer and the model's own."""
-    found = []
-    with LongStrawSession(model, temperature=request.temperature) as session:
-        for ids, completions in zip(request.prompts, answer, strict=True):
-            prefix = session.capture(torch.tensor(ids))
-            scored = prefix.score([torch.tensor(c.token_ids) for c in completions])
-            found += [
-                (ours - torch.tensor(c.logprobs)).abs().max().item()
-                for ours, c in zip(scored, completions, strict=True)
-            ]
-            prefix.release()
-    return max(found)
-
-
 @pytest.fixture
 def near():
     return NEAR[AutoConfig.from_pretrained(FOLDER).dtype]
@@ -118,7 +57,7 @@ def near():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_adapter_draws_with_the_log_probs_that_the_trainer_scores(tmp_path, sampler, near, temperature):
-    model = served_model(0)
+    model = served_model(FOLDER, 0)
     request = request_for(model, tmp_path, temperature=temperature)
     answer = sampler.sample(request)
     assert request.adapter.name in listed(sampler)
@@ -132,7 +71,7 @@ def test_the_adapter_draws_with_the_log_probs_that_the_trainer_scores(tmp_path, 
 
 
 def test_a_new_adapter_takes_the_place_of_the_one_before(tmp_path, sampler, near):
-    model = served_model(0)
+    model = served_model(FOLDER, 0)
     first = request_for(model, tmp_path)
     before = sampler.sample(first)
     randomize_lora(model, 1)
@@ -146,7 +85,7 @@ def test_a_new_adapter_takes_the_place_of_the_one_before(tmp_path, sampler, near
 
 
 def test_what_it_refuses_is_told(tmp_path, sampler):
-    model = served_model(0)
+    model = served_model(FOLDER, 0)
     request = request_for(model, tmp_path)
     unknown = replace(request, adapter=replace(request.adapter, sha256="0" * 64))
     refusals = {
@@ -172,7 +111,7 @@ def trainer_of(folder, model, **asked):
 
 @pytest.mark.parametrize("by", ["sampler", "use_vllm"])
 def test_two_updates_are_drawn_by_their_own_policies(tmp_path, sampler, near, by):
-    model = served_model(0)
+    model = served_model(FOLDER, 0)
     before = trl_setup.lora(model)
     trls = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": URL}
     trainer = trainer_of(tmp_path, model, **({"sampler": sampler} if by == "sampler" else trls))
@@ -184,9 +123,9 @@ def test_two_updates_are_drawn_by_their_own_policies(tmp_path, sampler, near, by
 
 
 def test_a_stale_adapter_under_the_right_name_is_caught(tmp_path, sampler):
-    model = served_model(0)
+    model = served_model(FOLDER, 0)
     right = export_adapter(model, tmp_path / "right")
-    wrong = export_adapter(served_model(1), tmp_path / "wrong")
+    wrong = export_adapter(served_model(FOLDER, 1), tmp_path / "wrong")
     body = {"lora_name": right.name, "lora_path": str(wrong.path)}
     sampler._call("POST", "/v1/load_lora_adapter", body, 65536)
     with pytest.raises(SamplerError, match="it does not serve the policy"):

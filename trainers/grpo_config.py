@@ -98,9 +98,9 @@ class LongStrawGRPOConfig(GRPOConfig):
             f"sharding={self.sharding!r} is not known; allowed: {', '.join(map(repr, NAMES))}": (
                 self.sharding not in NAMES
             ),
-            f"use_vllm=True with vllm_mode={self.vllm_mode!r}: TRL merges LoRA into the base weights for it and back, "
-            "which rounds them. Use vllm_mode='server', a vLLM server that loads the adapter as it is, or leave "
-            "use_vllm off: rows are then sampled from the resident state": self.use_vllm and self.vllm_mode != "server",
+            f"vllm_mode={self.vllm_mode!r} is not known; allowed: 'server' and 'colocate'": (
+                self.use_vllm and self.vllm_mode not in ("server", "colocate")
+            ),
             "use_transformers_continuous_batching=True: rows are sampled from the resident state; leave it off": (
                 self.use_transformers_continuous_batching
             ),

@@ -39,12 +39,13 @@ from .contexts import ContextAccelerator, NoReward, as_own_rng_state, context_rn
 from .drawings import Drawings
 from .expert_shards import own_adapter, share_optimizer_state, whole_adapter
 from .grpo_config import LongStrawGRPOConfig
-from .outside_sampling import check_contexts, check_difference, check_options, sampler_of, without_vllm
+from .outside_sampling import check_contexts, check_difference, check_options
 from .rewards import checked_rewards
 from .rollout_state import load_rollouts, save_rollouts
 from .rows import Row, unpadded
 from .run_facts import describe_rank, describe_rewards, describe_run
 from .run_record import RunRecord, earlier_model
+from .vllm_options import sampler_of, without_vllm
 from .whole_checkpoints import checkpoint_to_resume
 
 _PrefixKey = tuple[bytes, AdapterState]
@@ -100,7 +101,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     Args:
         adapter: how to run the architecture; None picks it by `config.model_type`.
         sampler: who draws responses outside of this process (`longstraw_sdk.rollout`); None draws them from the
-            resident state, or where `args` say `use_vllm=True, vllm_mode="server"` by an `HttpSampler` of that server.
+            resident state, or where `args` say `use_vllm=True` by an `HttpSampler` of that server
+            (`vllm_mode="server"`) or a `VllmSampler` of the model's files ("colocate"); `trainer.sampler` is that one.
             To TRL a sampler counts as vLLM: its log-probs correct the loss by importance, and are compared with the
             trainer's, so that a sampler with another policy is refused before anything is trained.
 
@@ -148,7 +150,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 f"{type(processing_class).__name__} is a multimodal processor; LongStraw trains text models: pass the "
                 "tokenizer as processing_class and load the model with AutoModelForCausalLM"
             )
-        sampler = sampler_of(args, sampler)
+        sampler = sampler_of(args, sampler, model, quantization_config)
         if sampler is not None:
             check_options(sampler, args, rollout_func)
         with without_vllm(args):
@@ -199,6 +201,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             self.use_vllm = True  # to TRL's loss and metrics
             self.vllm_mode = "server"  # a tool conversation would ask a colocated engine for its length
         self._run = RunRecord(args.output_dir, args.process_index, writes=self.accelerator.is_main_process)
+        self.sampler = sampler
         self._drawings = Drawings(self, sampler)
         self.add_callback(_StepsClosed(self))
 

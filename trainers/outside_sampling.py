@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from longstraw_sdk.errors import ConfigurationError, LongStrawError, SamplerError
-from longstraw_sdk.rollout import Completion, HttpSampler, RolloutRequest, Sampler
+from longstraw_sdk.rollout import Completion, RolloutRequest, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -19,33 +19,6 @@ T = TypeVar("T")
 
 UNSUPPORTED = {"min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None}
 """Options of TRL that a request does not carry, with the values that leave a draw alone."""
-
-VLLM_UNSUPPORTED = {"vllm_structured_outputs_regex": None, "vllm_server_timeout": 240.0, "vllm_group_port": 51216}
-"""Options of TRL's vLLM server that mean nothing to `HttpSampler`, with TRL's defaults."""
-
-
-def sampler_of(args: Any, sampler: Sampler | None) -> Sampler | None:
-    """`sampler`, or the one that `use_vllm=True, vllm_mode="server"` asks for: that server loads LoRA, unmerged."""
-    if not args.use_vllm:
-        return sampler
-    if sampler is not None:
-        raise ConfigurationError(f"use_vllm=True and sampler={sampler.name} both draw responses; give one of them")
-    set_away = [
-        f"{name}={getattr(args, name)!r}" for name, stock in VLLM_UNSUPPORTED.items() if getattr(args, name) != stock
-    ]
-    if set_away:
-        raise ConfigurationError(f"{', '.join(set_away)}: not used by LongStraw; leave it unset, or see HttpSampler")
-    return HttpSampler(args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}")
-
-
-@contextmanager
-def without_vllm(args: Any) -> Iterator[None]:
-    """Within the block TRL builds no vLLM client of its own, which would merge LoRA into the base weights."""
-    asked, args.use_vllm = args.use_vllm, False
-    try:
-        yield
-    finally:
-        args.use_vllm = asked
 
 
 def check_options(sampler: Sampler, args: Any, rollout_func: object) -> None:

@@ -4,6 +4,7 @@ from .adapter_export import ExportedAdapter, export_adapter
 from .directory import DirectorySampler
 from .http import HttpSampler
 from .protocol import Completion, RolloutRequest, Sampler, prompt_identities, prompt_identity
+from .vllm_engine import VllmSampler
 
 __all__ = [
     "Completion",
@@ -12,6 +13,7 @@ __all__ = [
     "HttpSampler",
     "RolloutRequest",
     "Sampler",
+    "VllmSampler",
     "export_adapter",
     "prompt_identities",
     "prompt_identity",

@@ -73,3 +73,10 @@ def adapter_identity(folder: Path) -> str:
     with (folder / _FILES[1]).open("rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def adapter_rank(folder: Path) -> int:
+    """The highest rank of any LoRA in a PEFT folder."""
+    config = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
+    ranks = (config.get("r"), *(config.get("rank_pattern") or {}).values())
+    return max(int(rank) for rank in ranks if rank is not None)

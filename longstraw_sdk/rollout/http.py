@@ -25,7 +25,7 @@ _BYTES_PER_TOKEN = 512
 
 CONNECTION_RETRIES = 4
 
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 """vLLM takes what a request leaves out from the model's `generation_config.json`. A repetition penalty of 1.3 there
 moved log-probs of a tiny model by 0.005 nats a token on average, which no trainer would refuse."""
 
@@ -128,7 +128,7 @@ class HttpSampler:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
-            **_NEUTRAL,
+            **NEUTRAL,
             "seed": request.seed + i * request.n_completions,  # a server may count responses up from it
             "logprobs": 0,
             "stop_token_ids": list(request.stop_token_ids),
