@@ -7,6 +7,7 @@ are. So both nodes are seen as two, ranks meet over gloo, and only what a GPU wo
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -54,8 +55,11 @@ class LocalCluster:
     def __init__(self):
         from ray.cluster_utils import Cluster
 
-        # Sockets lie in it, and their paths may have 107 bytes: pytest's folders are too deep.
+        # Sockets lie in it, and their paths may have 107 bytes: pytest's folders are too deep. Ray writes the address
+        # of a test cluster into the folder `ray` of RAY_TMPDIR, and nothing makes it before.
         self.folder = tempfile.mkdtemp(prefix="ray-")
+        Path(self.folder, "ray").mkdir()
+        os.environ["RAY_TMPDIR"] = self.folder
         self.victim = Path(self.folder, "kill-rank-1")
         os.environ["LONGSTRAW_TEST_KILL"] = str(self.victim)
         self._cluster = Cluster()
@@ -66,7 +70,7 @@ class LocalCluster:
             assert group.wait(30)
 
     def add(self, ip):
-        head = {"include_dashboard": False, "temp_dir": self.folder} if self._cluster.head_node is None else {}
+        head = {"include_dashboard": False} if self._cluster.head_node is None else {}
         return self._cluster.add_node(
             node_ip_address=ip,
             num_cpus=1,
@@ -90,6 +94,7 @@ class LocalCluster:
 
     def close(self):
         self._cluster.shutdown()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +107,7 @@ def cluster():
         for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_RECORD_ACTOR_TASK_LOGGING": "0"}.items():
             patch.setenv(name, value)
         patch.setenv("LONGSTRAW_TEST_KILL", "")
+        patch.setenv("RAY_TMPDIR", "")
         cluster = LocalCluster()
         yield cluster
         cluster.close()

@@ -55,7 +55,7 @@ class ActorSpec:
 
 @dataclass(frozen=True)
 class RankSpec(ActorSpec):
-    """The actor of one rank. `slot` counts the ranks of a node from 0 and is what launchers call the local rank."""
+    """The actor of one rank. `slot` counts the ranks of a node from 0."""
 
     rank: int
     slot: int

@@ -23,8 +23,9 @@ class RankProgram:
     """Model, objective and optimizer of a run. Functions are "module:function", importable in the image of the ranks.
 
     Args:
-        model: gives the LoRA model, on every rank the same; called with `model_arguments`. Ranks that hold a part of
-            the experts learn from the environment variable RANK which.
+        model: gives the LoRA model, on every rank the same, on the GPU `cuda:0` (Ray shows a rank no other);
+            called with `model_arguments`. Ranks that hold a part of the experts learn from the environment variable
+            RANK which.
         loss: `loss(out, old, advantage)` of one response, where `out` is a `ReplayOutput`, `old` float [R] are the
             log-probs before the update and `advantage` is a number; gives a scalar, which is back-propagated. A sum
             over responses; scaling by their number is up to it.

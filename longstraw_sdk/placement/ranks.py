@@ -74,7 +74,7 @@ class Ranks:
         for rank in self.plan.ranks:
             names = ("adapter", f"experts-{rank.rank % self.program.expert_parallel_size}")
             own = [states[f"{name}.safetensors"] for name in names if f"{name}.safetensors" in states]
-            arguments.append((_environment(self.plan, rank.rank, rank.slot, port), self.program, n_closed, own))
+            arguments.append((_environment(self.plan, rank.rank, port), self.program, n_closed, own))
         self.everywhere("open", arguments, timeout_s=self.limits.actors)
 
     def everywhere(
@@ -165,13 +165,16 @@ class Ranks:
         return found
 
 
-def _environment(plan: DirectRayPlan, rank: int, slot: int, port: int) -> dict[str, str]:
-    """What torchrun would set. Its agent, too, holds the store, so that no rank starts one."""
+def _environment(plan: DirectRayPlan, rank: int, port: int) -> dict[str, str]:
+    """What torchrun would set. Its agent, too, holds the store, so that no rank starts one.
+
+    LOCAL_RANK is what programs take as the index of their GPU, and Ray shows an actor no GPU but its own.
+    """
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(slot),
+        "LOCAL_RANK": "0",
         "WORLD_SIZE": str(plan.world_size),
-        "LOCAL_WORLD_SIZE": str(plan.gpus_per_node),
+        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": plan.coordinator.node_ip,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
