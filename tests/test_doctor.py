@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from longstraw_sdk.demo.tokenizer import byte_tokenizer
-from longstraw_sdk.doctor import Check, Subject, check, devices, examine, software
+from longstraw_sdk.doctor import Check, Subject, check, devices, examine, placement, software
 from longstraw_sdk.doctor import memory as planned
 from longstraw_sdk.evidence.artifacts import write_json
 from longstraw_sdk.evidence.model_snapshot import model_snapshot
 from longstraw_sdk.evidence.tiny import tiny_model
+from longstraw_sdk.placement import RayRuntime, build_direct_ray_plan
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +232,59 @@ def test_the_longest_prompt_is_planned_where_there_are_gpus(model_folder, monkey
     assert one.name == "memory plan" and one.ok == fits
     assert ("does not fit" in one.found) != fits and "400 prompt tokens, G=4" in one.found
     assert list(planned.examine(Subject(model=str(model_folder)))) == [], "lengths are not known"
+
+
+def plan_file(tmp_path, **changes):
+    given = {"node_ips": ["10.0.0.1", "10.0.0.2"], "gpus_per_node": 2, "runtime_image": "x/y@sha256:" + "ab" * 32}
+    path = tmp_path / "plan.json"
+    path.write_text(build_direct_ray_plan(run_id="r", **given | changes).to_json())
+    return path
+
+
+def record(ip, **changes):
+    resources = {"CPU": 8.0, "GPU": 2.0, f"node:{ip}": 1.0, "mint2m_image_" + "ab" * 32: 1.0} | changes
+    return {"NodeID": ip, "NodeManagerAddress": ip, "Alive": True, "Resources": resources}
+
+
+@pytest.fixture
+def cluster_of(monkeypatch):
+    def use(*records):
+        monkeypatch.setattr(RayRuntime, "connect", lambda *_: nullcontext(SimpleNamespace(nodes=lambda: records)))
+
+    return use
+
+
+def test_a_cluster_that_fits_its_plan(tmp_path, cluster_of):
+    cluster_of(record("10.0.0.1"), record("10.0.0.2"))
+    checks = list(placement.examine(Subject(placement_plan=plan_file(tmp_path))))
+    assert [c.name for c in checks] == ["placement plan", "ray cluster", "ray node 10.0.0.1", "ray node 10.0.0.2"]
+    assert all(c.ok for c in checks) and checks[0].found == "run r: 4 ranks on 2 nodes of 2 GPUs"
+
+
+def test_a_node_that_is_not_what_the_plan_needs(tmp_path, cluster_of):
+    cluster_of(record("10.0.0.1"), record("10.0.0.2", GPU=1.0, CPU=1.0))
+    *sound, last = placement.examine(Subject(placement_plan=plan_file(tmp_path)))
+    assert all(c.ok for c in sound)
+    assert last.name == "ray node 10.0.0.2" and not last.ok and "1 GPUs" in last.found and "1 CPUs" in last.found
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "told"),
+    [
+        (lambda path: path.unlink(), "placement plan", "No such file"),
+        (lambda path: path.write_text("{}"), "placement plan", "no plan of format"),
+        (lambda path: path.write_bytes(b"\xff"), "placement plan", "utf-8"),
+        (lambda path: plan_file(path.parent, runtime_image=None), "placement plan", "a plan to look at"),
+        (lambda path: None, "ray cluster", "no Ray cluster answers at '127.0.0.1:1'"),
+    ],
+)
+def test_a_plan_or_cluster_that_cannot_be_used(tmp_path, change, name, told):
+    path = plan_file(tmp_path)
+    change(path)
+    *_, last = placement.examine(Subject(placement_plan=path, ray_address="127.0.0.1:1"))
+    assert last.name == name and not last.ok and told in last.found
+
+
+def test_without_a_plan_no_cluster_is_asked(monkeypatch):
+    monkeypatch.setattr(RayRuntime, "connect", lambda *_: pytest.fail("connected"))
+    assert not list(placement.examine(Subject()))

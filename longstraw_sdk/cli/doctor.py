@@ -33,9 +33,13 @@ def doctor(
     response_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest response.")] = None,
     group: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 8,
     scope: Annotated[str, typer.Option(help="Gradient scope, full or response.")] = "full",
+    placement_plan: Annotated[
+        Path | None, typer.Option(help="A plan of build_direct_ray_plan, as JSON, that the Ray cluster must fit.")
+    ] = None,
+    ray_address: Annotated[str, typer.Option(help="ip:port of the Ray cluster's head, or auto.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check versions, kernels, GPUs, folders, model, data and positions, and say how to mend what is wrong.
+    """Check versions, kernels, GPUs, folders, model, data, positions and a Ray cluster, and say how to mend faults.
 
     Exit code 0 if a run may start, 1 if not. Nothing is downloaded but the model's configuration and the data set.
     """
@@ -55,6 +59,8 @@ def doctor(
             response_tokens=response_tokens,
             group=group,
             scope=scope,  # type: ignore[arg-type]
+            placement_plan=placement_plan,
+            ray_address=ray_address,
         )
     )
     sound = all(check.ok for check in checks)

@@ -29,7 +29,7 @@ Examination = Callable[[Subject], Iterable[Check]]
 
 def examine(subject: Subject) -> list[Check]:
     """All checks of `subject`, whichever of them fail. Folders are written to, and left as they were."""
-    from . import data, devices, folders, memory, model, software
+    from . import data, devices, folders, memory, model, placement, software
 
     examinations: tuple[Examination, ...] = (
         software.examine,
@@ -38,6 +38,7 @@ def examine(subject: Subject) -> list[Check]:
         model.examine,
         memory.examine,
         data.examine,
+        placement.examine,
     )
     return [check for examination in examinations for check in _whatever_happens(examination, subject)]
 

@@ -25,6 +25,8 @@ class Subject:
         prompt_tokens, response_tokens: the longest of each, which must fit in the model's positions, and on GPUs with
             `group` responses in memory.
         group, scope: responses per prompt, and the gradient scope.
+        placement_plan: what `DirectRayPlan.to_json` wrote; the Ray cluster at `ray_address` must be what it needs.
+        ray_address: `ip:port` of the head, or "auto".
         model_options: further arguments of `from_pretrained`, as `revision`.
     """
 
@@ -39,6 +41,8 @@ class Subject:
     response_tokens: int | None = None
     group: int = 8
     scope: GradientScope = "full"
+    placement_plan: Path | None = None
+    ray_address: str = "auto"
     model_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -102,7 +102,11 @@ class RayRuntime:
 
     def validate_cluster(self, plan: DirectRayPlan) -> ClusterFacts:
         """`validate_cluster` of the nodes as they are now. Call it before anything is created."""
-        return validate_cluster(plan, self._ray.nodes())
+        return validate_cluster(plan, self.nodes())
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """All records of nodes, as `ray.nodes()` gives them."""
+        return list(self._ray.nodes())
 
     def create_group(self, plan: DirectRayPlan, name: str, timeout_s: float) -> str:
         """Reserve the plan's bundles, all or none, and return the group's ID. It outlives this process."""
