@@ -25,10 +25,11 @@ from .errors import (
     WitnessError,
 )
 from .lora import adapter_state, adapters_disabled, weights_fingerprint
+from .out_of_memory import advise, give_back, in_smaller_packs, is_out_of_memory
 from .positions import angles_key, positions_of
 from .replay import pack_rows, replay_rows
 from .sampling import agree_on_random_state, check_generation, generate_rows, seeded
-from .state import ContextGroup, PagePool, Placement, Witness, in_step
+from .state import ContextGroup, PagePool, Placement, ResidentState, Witness, in_step, min_forward_tokens
 from .sweep import sweep_prefix
 from .turns import ExpertTurns
 from .types import GradientScope, PrefixAdapter, ReplayOutput
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 logger = logging.getLogger(__name__)
+
+CAPTURE_HALVINGS = 2
+"""How often a capture that runs out of memory is tried with chunks of half the size: what a chunk computes is then a
+quarter, and the rest is the prompt's pages, which no chunk size changes."""
 
 
 @dataclass
@@ -87,8 +92,26 @@ class SessionCore:
     update_is_open: bool = False
     needs_finalize: bool = False
     """Whether responses were replayed since the last finalize."""
+    half_added: str | None = None
+    """Why the gradients of the open update are not whole: a backward or sweep that runs, or that ended in an error."""
     n_sweeps: int = 0
     n_swept_tokens: int = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank runs the same passes."""
+        return self.context is None and self.turns is None
+
+    def backward_ended(self) -> None:
+        self.half_added = None
+
+    def check_whole(self) -> None:
+        """Raise `LifecycleError` if gradients of the open update were added by half."""
+        if self.half_added is not None:
+            raise LifecycleError(
+                f"{self.half_added}, so the gradients of this update are not whole; call session.discard() and take "
+                "the update again from its first capture"
+            )
 
     def weights_key(self) -> tuple[int, int]:
         """Changes when the weights that a capture depends on change."""
@@ -168,6 +191,15 @@ class Prefix:
                 tensor.register_hook(partial(self._verify_in_backward, self._epoch))
         return outputs
 
+    def replay_in_packs(self, rows: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[int], list[ReplayOutput]]]:
+        """Pack by pack as `replay_tokens` allows, the indices of its rows and their `replay`.
+
+        Back-propagate each before you take the next. A pack whose forward runs out of memory is halved, unless other
+        ranks run the same passes.
+        """
+        packs = pack_rows([len(row) for row in rows], self._core.replay_tokens)
+        return in_smaller_packs(packs, lambda pack: self.replay_packed([rows[i] for i in pack]), self._core)
+
     def sample(
         self,
         n_rows: int,
@@ -234,7 +266,11 @@ class Prefix:
         with core.stats.timed("sample", core.bound.device):
             if core.context is not None:
                 agree_on_random_state(core.context, core.bound.device)
-            rows = generate_rows(core.bound, self._state, self.prompt_ids, n_rows, config)
+            try:
+                rows = generate_rows(core.bound, self._state, self.prompt_ids, n_rows, config)
+            except RuntimeError as error:
+                self.advise(error, "sampling", [config.max_new_tokens or 1] * n_rows)
+                raise
         core.stats.sampled_tokens += sum(len(row) for row in rows)
         return rows
 
@@ -251,14 +287,21 @@ class Prefix:
                 self._check_usable()
             except (StaleStateError, WitnessError) as error:
                 error.add_note(
-                    "The gradients collected in this prefix can no longer be swept: release() it, discard this step's "
-                    "gradients with optimizer.zero_grad() and capture again."
+                    "The gradients collected in this prefix can no longer be swept: call session.discard() and take "
+                    "the update again."
                 )
                 raise
+            core.check_whole()
             core.bound.check_checkpointing()
         turns = nullcontext() if core.turns is None else core.turns.sweeping()
-        with core.stats.timed("sweep", core.bound.device), turns:
-            n_tokens = sweep_prefix(core.bound, self._state)
+        core.half_added = f"the sweep of {self._owner} ended in an error"
+        try:
+            with core.stats.timed("sweep", core.bound.device), turns:
+                n_tokens = sweep_prefix(core.bound, self._state)
+        except RuntimeError as error:
+            self.advise(error, "the sweep")
+            raise
+        core.half_added = None
         core.stats.swept_tokens += n_tokens
         core.n_sweeps += 1
         core.n_swept_tokens += n_tokens
@@ -324,8 +367,17 @@ class Prefix:
     def _keeps_boundaries(self) -> bool:
         return self._core.gradient_scope == "full" and bool(self._adapter_state)
 
+    def advise(self, error: BaseException, phase: str, lengths: Sequence[int] = (1,)) -> None:
+        """Add what the planner advises to an `error` that says that memory ran out; others stay as they are.
+
+        For a backward of yours; phases that run here do it themselves. `lengths` are the tokens of each response.
+        """
+        advise(error, self._core, phase, prompt_tokens=self.n_tokens, response_tokens=max(lengths), group=len(lengths))
+
     def release(self) -> None:
         """Give the pages back without sweeping. Doing so twice is allowed."""
+        if self.needs_sweep and self._core.half_added is None:
+            self._core.half_added = f"{self._owner} was released before what its replays collected was swept"
         if not self._state.released:
             self._state.release()
 
@@ -350,22 +402,43 @@ class Prefix:
         core = self._core
         with self._adapters(), core.stats.timed("capture", core.bound.device):
             self._adapter_state = adapter_state(core.bound.base)
-            self._state = capture_prefix(
-                core.bound,
-                self.prompt_ids[:-1],
-                core.pool,
-                self._owner,
-                chunk_tokens=core.chunk_tokens,
-                placement=core.placement,
-                context=core.context,
-                keep_boundaries=self._keeps_boundaries,
-            )
+            self._state = self._captured()
         core.stats.captured_tokens += len(self.prompt_ids) - 1
         self._weights_key = core.weights_key()
         self._positions = positions_of(core.bound.base)
         self._angles_key = angles_key(core.bound.rotary)
         self._witness = Witness.of(self._state, with_digest=core.verify_content)
         core.update_is_open = True
+
+    def _captured(self) -> ResidentState:
+        core = self._core
+        for n_left in range(CAPTURE_HALVINGS, -1, -1):
+            smaller = core.chunk_tokens // 2
+            try:
+                return capture_prefix(
+                    core.bound,
+                    self.prompt_ids[:-1],
+                    core.pool,
+                    self._owner,
+                    chunk_tokens=core.chunk_tokens,
+                    placement=core.placement,
+                    context=core.context,
+                    keep_boundaries=self._keeps_boundaries,
+                )
+            except RuntimeError as error:
+                least = min_forward_tokens(core.bound.specs)
+                if not (is_out_of_memory(error) and core.is_alone and n_left and smaller >= least):
+                    self.advise(error, "capture")
+                    raise
+            give_back(core)  # outside of the handler, whose traceback holds what the chunk had computed
+            logger.warning(
+                "out of memory in the capture of %d tokens: chunks are of %d tokens from now on, not %d",
+                self.n_tokens,
+                smaller,
+                core.chunk_tokens,
+            )
+            core.chunk_tokens = smaller
+        raise AssertionError("the last attempt returns or raises")
 
     def _check_usable(self) -> None:
         if self._state.released:
@@ -421,6 +494,8 @@ class Prefix:
                 self._check_trainable()
             rows = [core.bound.check_ids(row, f"response {i}", self.n_tokens) for i, row in enumerate(rows)]
             self._check_usable()
+            if training:
+                core.check_whole()
             packs = pack_rows([len(row) for row in rows], core.replay_tokens)
             if training and core.turns is not None and len(packs) > 1:
                 raise ConfigurationError(
@@ -428,9 +503,9 @@ class Prefix:
                     "context_parallel_size the backward of a pack must run before the next: replay them one by one, or "
                     "in packs that replay_tokens can hold"
                 )
-        outputs: dict[int, ReplayOutput] = {}
-        for pack in packs:
-            results = replay_rows(
+
+        def run(pack: Sequence[int]) -> list[ReplayOutput]:
+            return replay_rows(
                 core.bound,
                 self._state,
                 self.prompt_ids[-1],
@@ -438,7 +513,16 @@ class Prefix:
                 accumulate=accumulate,
                 temperature=core.temperature,
             )
-            outputs |= dict(zip(pack, results, strict=True))
+
+        outputs: dict[int, ReplayOutput] = {}
+        try:
+            # The graphs of all packs live together, so that halves of one would hold no less.
+            ran = ((pack, run(pack)) for pack in packs) if training else in_smaller_packs(packs, run, core)
+            for pack, results in ran:
+                outputs |= dict(zip(pack, results, strict=True))
+        except RuntimeError as error:
+            self.advise(error, "replay" if training else "scoring", [len(row) for row in rows])
+            raise
         self._witness.verify(self._state)
         return [outputs[i] for i in range(len(rows))], sum(len(row) for row in rows)
 
@@ -455,3 +539,8 @@ class Prefix:
             )
         self._check_positions()  # a checkpointed layer runs again now
         self._witness.verify(self._state)
+        core = self._core
+        if core.half_added is None:
+            core.half_added = "a backward ended in an error"
+            # Runs when the whole backward has, and not at all when it raises.
+            torch.autograd.Variable._execution_engine.queue_callback(core.backward_ended)

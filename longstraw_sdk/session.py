@@ -17,8 +17,9 @@ from . import environment
 from .adapter import ResidentStateAdapter, adapter_for
 from .backends import ShardingBackend, make_backend
 from .bound import BoundModel, bind_model
-from .errors import ConfigurationError, LifecycleError, require_at_least
+from .errors import ConfigurationError, LifecycleError, NumericsError, require_at_least
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
+from .out_of_memory import give_back
 from .positions import PositionConfig, asked_positions, positions_identity, positions_of
 from .prefix import Prefix, SessionCore, SessionStats
 from .probe import probe as run_probe
@@ -224,10 +225,12 @@ class LongStrawSession:
         """Close the update: sweep what is still open, reduce the gradient across processes once. Then step.
 
         Every rank calls it, also one that had no prompt. Raises `LifecycleError` if nothing was captured or replayed
-        since the last call, on any rank.
+        since the last call, on any rank, or if a backward or sweep of this update ended in an error; `NumericsError`,
+        on every rank, if the gradient is not finite. Then `discard()` is the way on.
         """
         self._check_open()
         core = self._core
+        core.check_whole()
         self.join()
         if not self.open_anywhere():
             raise LifecycleError(
@@ -238,10 +241,28 @@ class LongStrawSession:
             prefix.sweep()
         self.join()
         reductions = self.backend.reduce_gradients(core.bound.trained, replayed=core.needs_finalize)
+        self._check_finite()
         result = FinalizeResult(self._n_prefixes, core.n_sweeps, core.n_swept_tokens, reductions)
         core.update_is_open = core.needs_finalize = False
         self._n_prefixes = core.n_sweeps = core.n_swept_tokens = 0
         return result
+
+    def discard(self) -> None:
+        """Give the open update up, for instance after an error: gradients become None, and prefixes are released.
+
+        Then it can be taken again from its first capture. Every rank of a run calls it. Does nothing to weights and
+        optimizer, and may be called at any time outside of a backward pass.
+        """
+        core = self._core
+        for prefix in self._open:
+            prefix.release()
+        for p in core.bound.trained:
+            p.grad = None
+        core.update_is_open = core.needs_finalize = False
+        core.half_added = None
+        self._open = []
+        self._n_prefixes = core.n_sweeps = core.n_swept_tokens = 0
+        give_back(core)
 
     def join(self) -> None:
         """Serve contexts that share experts with this one until all have joined; `finalize()` does so.
@@ -293,6 +314,22 @@ class LongStrawSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_finite(self) -> None:
+        core, world = self._core, self.backend.world
+        trained = {id(p) for p in core.bound.trained}
+        named = [(n, p.grad) for n, p in core.bound.base.named_parameters() if id(p) in trained and p.grad is not None]
+        finite = torch.stack([g.isfinite().all() for _, g in named]).tolist() if named else []
+        wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
+        everywhere = not wrong if world is None else world.agree(not wrong)
+        if not everywhere:
+            core.half_added = "the reduced gradient is not finite"
+            where = f"{len(wrong)} of {len(named)} trained parameters, {', '.join(wrong[:3])} first" if wrong else ""
+            raise NumericsError(
+                f"the gradient of this update is NaN or infinite in {where or 'parameters of another rank'}; nothing "
+                "was stepped. Check advantages, old log-probs and the loss for infinities, and the learning rate; then "
+                "session.discard() and take the update again, or go back to the last checkpoint"
+            )
 
     def _check_open(self) -> None:
         if not self._unbind.alive:

@@ -113,6 +113,7 @@ class LongStrawGRPOConfig(GRPOConfig):
             "gradient_checkpointing_kwargs={'use_reentrant': True} loses gradients of the resident state; use False": (
                 reentrant
             ),
+            "fp16=True: the loss scale of float16 was not tried with replays; use bf16=True, or neither": self.fp16,
             "torch_compile=True compiles the stock forward, which replay does not call; leave it off": (
                 self.torch_compile
             ),

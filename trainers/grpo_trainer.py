@@ -7,10 +7,11 @@ without a graph and whose backward, which then knows dL/dlogp of every token, re
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ from longstraw_sdk.evidence.manifest import write_manifest
 from longstraw_sdk.evidence.model_snapshot import model_snapshot
 from longstraw_sdk.lora import AdapterState, adapter_state
 from longstraw_sdk.prefix import Prefix
-from longstraw_sdk.replay import pack_rows
 from longstraw_sdk.rollout import Sampler, prompt_identity
 from longstraw_sdk.session import LongStrawSession
 
@@ -46,7 +46,9 @@ from .rows import Row, unpadded
 from .run_facts import describe_rank, describe_rewards, describe_run
 from .run_record import RunRecord, earlier_model
 from .vllm_options import sampler_of, without_vllm
-from .whole_checkpoints import checkpoint_to_resume
+from .whole_checkpoints import check_lora, checkpoint_to_resume
+
+logger = logging.getLogger(__name__)
 
 _PrefixKey = tuple[bytes, AdapterState]
 
@@ -313,21 +315,29 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 if self._run.journal is not None:
                     prompt = prompt_identity(prefix.prompt_ids.tolist())
                     replayed += [row_identity(prompt, row.response.tolist()) for row in members]
-                for pack in pack_rows([len(r.response) for r in members], self.args.replay_tokens):
+                packs = prefix.replay_in_packs([r.response for r in members])
+                for pack, outs in iter(partial(self._next_pack, packs), None):
                     packed = [members[i] for i in pack]
-                    with self.accelerator.autocast():
-                        outs = prefix.replay_packed([r.response for r in packed])
                     roots, cotangents = [], []
                     for row, out in zip(packed, outs, strict=True):
                         for root, cotangent in ((out.logps, d_logps), (out.entropy, d_entropies)):
                             roots.append(root)
                             cotangents.append(cotangent[row.index, row.columns].to(root.dtype))
-                    with stats.timed("backward", prefix.prompt_ids.device):
-                        torch.autograd.backward(roots, cotangents)
+                    try:
+                        with stats.timed("backward", prefix.prompt_ids.device):
+                            torch.autograd.backward(roots, cotangents)
+                    except RuntimeError as error:
+                        prefix.advise(error, "backward", [len(row.response) for row in packed])
+                        raise
             with self.accelerator.autocast():
                 self.longstraw.join()
         self._run.replayed(replayed)
         self._count_rows(rows)
+
+    def _next_pack(self, packs: Iterator[Any]) -> Any:
+        """The forward of a pack is under autocast, its backward is not."""
+        with self.accelerator.autocast():
+            return next(packs, None)
 
     def _by_prefix(self, rows: Sequence[Row]) -> list[tuple[Prefix, list[Row]]]:
         groups: dict[_PrefixKey, list[Row]] = {}
@@ -439,16 +449,28 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            check_lora(checkpoint, self.model, spread=self._spread)
         watching = self.longstraw.stats.observer
         try:
             self._begin_record(checkpoint)
             output = super().train(checkpoint, *args, **kwargs)
             self._run.ended(gather_object([describe_rank(self)]))
+        except BaseException:
+            self.longstraw.discard()  # what is half-added must not meet the next train()
+            raise
         finally:
             self._drop_all()
             self._run.close()
             self.longstraw.stats.observer = watching
         return output
+
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # transformers would take one more
+            logger.warning("all %d updates were taken before this checkpoint: nothing is trained", self.state.max_steps)
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _begin_record(self, checkpoint: str | None) -> None:
         step = 0

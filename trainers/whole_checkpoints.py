@@ -1,11 +1,15 @@
-"""Which checkpoints may be resumed: those that were written to their end and have not changed since."""
+"""Which checkpoints may be resumed: those that were written to their end, have not changed since, and fit the model."""
 
 from __future__ import annotations
 
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from longstraw_sdk.errors import ConfigurationError
@@ -39,6 +43,33 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str) -> str | Non
             "resume_from_checkpoint=True takes the newest that is whole"
         )
     return asked
+
+
+def check_lora(checkpoint: str, model: Any, *, spread: bool) -> None:
+    """Raise `ConfigurationError` unless the adapter in `checkpoint` has the LoRA parameters of `model`.
+
+    PEFT leaves what an adapter lacks as it was made, and says so by a warning.
+
+    Args:
+        spread: the model holds a part of the experts, whose shapes are those of the part.
+    """
+    path = Path(checkpoint, SAFETENSORS_WEIGHTS_NAME)
+    if not path.is_file() or not isinstance(model, PeftModel):
+        return
+    own = {name: list(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
+    with safe_open(path, "pt") as file:
+        found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    faults = {
+        "lacks": sorted(own.keys() - found.keys()),
+        "has besides": sorted(found.keys() - own.keys()),
+        "has in another shape": sorted(n for n in own.keys() & found.keys() if own[n] != found[n] and not spread),
+    }
+    if any(faults.values()):
+        told = "; ".join(f"it {what} {len(names)}, {names[0]} first" for what, names in faults.items() if names)
+        raise ConfigurationError(
+            f"{path} holds the LoRA of another model or configuration than this model's {len(own)} parameters: {told}. "
+            "Resume with the model and peft_config that the checkpoint was written with"
+        )
 
 
 def _newest_whole(output_dir: Path) -> str:
