@@ -33,13 +33,13 @@ napoleon_custom_sections = [("Class attributes", "params_style")]
 
 default_role = "py:obj"
 _INTERNAL = (
-    "Actors|BoundModel|ContextGroup|DeviceProfile|Links|MemoryPlan|ModelFacts|PagePool|PagedView|Release|ResidentCache"
-    "|ResidentState|Seconds|SessionCore|StepSeconds"
+    "BoundModel|ContextGroup|DeviceProfile|Links|MemoryPlan|ModelFacts|PagePool|PagedView|ResidentCache|ResidentState"
+    "|SecondsPlan"
 )
 nitpick_ignore_regex = [
     ("py:obj", r"(?s).*"),  # backticks in a docstring hold any name; those of the reference become links
-    ("py:.*", r"(torch|transformers|trl|peft|datasets|pathlib|collections|contextlib)\..*"),
-    ("py:.*", r"(nn\.Module|LoraConfig|GenerationConfig|Dataset|array|dist\.ProcessGroup)"),
+    ("py:.*", r"(torch|transformers|trl|peft|datasets|pathlib|collections|contextlib|os)\..*"),
+    ("py:.*", r"(nn\.Module|LoraConfig|GenerationConfig|Dataset|Path|array|dist\.ProcessGroup)"),
     ("py:.*", r"(CausalLM|Groups|Advantages)"),  # aliases, explained where they are used
     ("py:.*", rf"(longstraw_sdk\..*\.)?({_INTERNAL})"),
 ]
