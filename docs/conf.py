@@ -18,11 +18,13 @@ version = release = longstraw_sdk.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
+highlight_language = "text"
 html_theme = "furo"
 html_title = "LongStraw SDK"
 html_show_sphinx = False
 
 myst_heading_anchors = 3
+smartquotes_action = "D"  # dashes alone: "full" is a value to copy
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "exclude-members": "__init__"}
@@ -54,6 +56,11 @@ def _literal_backticks(app: Any, what: str, name: str, obj: Any, options: Any, l
     lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)", literal, "\n".join(lines)).split("\n")
 
 
+def _factories(app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> Any:
+    """Defaults that a dataclass makes anew read `<factory>`, which is no Python and breaks the signature's layout."""
+    return None if signature is None else (signature.replace("<factory>", "..."), returns)
+
+
 def _insert_commands(app: Any, docname: str, source: list[str]) -> None:
     if docname == "commands":
         source[0] = source[0].replace("%COMMANDS%", commands()).replace("%TRAIN_OPTIONS%", train_options())
@@ -61,4 +68,5 @@ def _insert_commands(app: Any, docname: str, source: list[str]) -> None:
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _literal_backticks, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", _factories)
     app.connect("source-read", _insert_commands)
