@@ -28,7 +28,6 @@ smartquotes_action = "D"  # dashes alone: "full" is a value to copy
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "exclude-members": "__init__"}
-autodoc_preserve_defaults = True
 autodoc_type_aliases = {name: name for name in ("CausalLM", "Groups", "Advantages")}
 maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
