@@ -71,8 +71,8 @@ class DecoderOutput:
             `state_only`, anything of that shape. Under context parallelism T is the width of this rank's slice,
             padding included.
         produced: for every `StateSpec.key`, component name -> tensor with a batch axis in front: the T new rows of a
-            paged spec [B, *leading, T, *trailing], the end state of a recurrent one [B, *leading, *trailing]. They
-            carry the graph of the forward.
+            paged spec `[B, *leading, T, *trailing]`, the end state of a recurrent one `[B, *leading, *trailing]`.
+            They carry the graph of the forward.
     """
 
     hidden: torch.Tensor

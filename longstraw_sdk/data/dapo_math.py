@@ -37,7 +37,7 @@ class MathRow:
 
 
 class MathRows(Sequence[MathRow]):
-    """The rows of `raw` (mappings, `BadLine`s, or a `datasets.Dataset`), each made a `MathRow` when it is read."""
+    """The rows of `raw` (mappings, `BadLine` objects or a `datasets.Dataset`), each a `MathRow` as it is read."""
 
     def __init__(self, raw: Sequence[Any]) -> None:
         self._raw = raw

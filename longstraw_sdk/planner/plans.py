@@ -60,10 +60,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> float:
+        """Of one GPU in the fullest phase."""
         return self.memory.fullest.n_bytes
 
     @property
     def fits(self) -> bool:
+        """Whether the fullest phase fits a GPU, and the pages beside it the host."""
         return fits(self.request, self.memory)
 
     @property

@@ -75,7 +75,7 @@ class Sampler(Protocol):
     above which the two cannot be the same policy."""
 
     exclusive: bool
-    """Whether sampler and trainer must never hold their devices at once: the trainer then moves its model off before
+    """Whether sampler and trainer must never hold their devices at once; the trainer then moves its model off before
     `acquire` and back after `release`."""
 
     def acquire(self) -> None:

@@ -77,6 +77,7 @@ class PagedSpec(StateSpec):
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes of one row of the layer."""
         return sum(component.n_bytes for component in self.components)
 
     @property
@@ -172,6 +173,7 @@ class RecurrentSpec(StateSpec):
 
     @property
     def bytes_per_boundary(self) -> int:
+        """Bytes of the layer's state at one chunk boundary."""
         return sum(component.n_bytes for component in self.components)
 
     @property
