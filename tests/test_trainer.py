@@ -168,7 +168,12 @@ REFUSED = {
     "context_parallel_size": {"context_parallel_size": 2},
     "expert_parallel_size": {"expert_parallel_size": 2},
     "sharding": {"sharding": "deepspeed"},
-    "cp_size": {"parallelism_config": lambda: ParallelismConfig(cp_size=2)},
+    "cp_size=2": {"parallelism_config": lambda: ParallelismConfig(cp_size=2)},
+    "sp_size=2": {"parallelism_config": lambda: ParallelismConfig(sp_size=2)},
+    "tp_size=2": {"parallelism_config": lambda: ParallelismConfig(tp_size=2)},
+    "dp_shard_size=2": {"parallelism_config": lambda: ParallelismConfig(dp_shard_size=2)},
+    "fsdp": {"fsdp": True},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 3}}},
     "vllm_mode='merged' is not known": {"use_vllm": True, "vllm_mode": "merged"},
     "use_transformers_continuous_batching": {"use_transformers_continuous_batching": True},
     "cache_implementation": {"cache_implementation": "static"},
@@ -184,6 +189,23 @@ def test_options_that_cannot_work_are_refused_by_name(tmp_path, name, options):
     options = {key: value() if callable(value) else value for key, value in options.items()}
     with pytest.raises(ConfigurationError, match=name):
         LongStrawGRPOConfig(str(tmp_path), **(trl_setup.COMMON | options))
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size=2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "MEGATRON_LM"),
+    ],
+    ids=str,
+)
+def test_what_a_launcher_asks_for_is_refused_too(tmp_path, monkeypatch, variables, name):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=name):
+        LongStrawGRPOConfig(str(tmp_path), **trl_setup.COMMON)
 
 
 def test_plain_trl_config_is_refused(tmp_path):
