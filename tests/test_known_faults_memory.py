@@ -1,6 +1,7 @@
 """Faults of memory that others met (docs/known-faults.md): live tensors are counted, as in tests/test_memory.py."""
 
 import pytest
+import rank_trainers
 import torch
 
 from longstraw_sdk import LongStrawSession
@@ -56,6 +57,17 @@ def test_twenty_steps_peak_where_the_third_did():
     assert len(set(peaks[2:20])) == 1, peaks
     assert len(set(ends[2:20])) == 1, ends
     assert ends[23] > ends[20] > ends[19], "control: outputs that are kept are seen"
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_need_no_more_each_than_one_alone(rank_pools):
+    """Row 3. With prompts of their own as much as one process (the reduction comes when pages are gone), with one that
+    they share far less.
+    """
+    alone = rank_trainers.peak_of_a_group(1)
+    beside, shared = (max(rank_pools[2].run(rank_trainers.peak_of_a_group, size)) for size in (1, 2))
+    assert beside <= 1.01 * alone, (beside, alone)
+    assert shared <= 0.75 * alone, (shared, alone)
 
 
 def test_the_head_runs_on_response_tokens_alone():
