@@ -40,6 +40,7 @@ from .drawings import Drawings
 from .expert_shards import own_adapter, share_optimizer_state, whole_adapter
 from .grpo_config import LongStrawGRPOConfig
 from .outside_sampling import check_contexts, check_difference, check_options
+from .prompt_lengths import check_longest_prompts
 from .rewards import checked_rewards, equal_rewards
 from .rollout_state import load_rollouts, save_rollouts
 from .rows import Row, unpadded
@@ -413,6 +414,10 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 f"{self.num_generations}), so no step would be taken; add prompts, or lower "
                 "per_device_train_batch_size or steps_per_generation"
             )
+        limit = self.longstraw.bound.max_positions
+        if limit is not None and self.rollout_func is None and self.environment_factories is None:
+            room = limit - self.max_completion_length
+            check_longest_prompts(dataset["prompt"], lambda p: len(self._tokenize_prompts([p])[0][0]), room)
         return super()._get_train_sampler(dataset)
 
     # The update
