@@ -1,5 +1,7 @@
 """Faults that others met (docs/known-faults.md), where no test of the subject itself has them: models and sessions."""
 
+import logging
+
 import pytest
 import torch
 import transformers
@@ -12,6 +14,7 @@ from longstraw_sdk.evidence.parity import ParityCase, check_parity, randomize_lo
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.lora import base_model_of
 from longstraw_sdk.models.dense import DenseAdapter
+from longstraw_sdk.models.qwen36 import Qwen36Adapter
 
 SIZES = {"chunk_tokens": 16, "page_tokens": 8}
 
@@ -151,6 +154,26 @@ def test_every_covered_linear_gets_a_gradient(architecture):
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n, p in model.named_parameters() if p.requires_grad}
     assert not any(".indexer." in n for n in moved), "row 59: what only selects is left alone"
+
+
+def test_gates_and_experts_without_lora_are_warned_about(caplog):
+    """Rows 42 and 43. Qwen3.5 with experts is no registered type; who passes the adapter of its dense sister is told
+    what stays frozen.
+    """
+    config = transformers.Qwen3_5MoeTextConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0, experts_implementation="eager", max_position_embeddings=512,
+    )  # fmt: skip
+    model = get_peft_model(transformers.Qwen3_5MoeForCausalLM(config), Qwen36Adapter().lora_config(r=2))
+    with pytest.raises(LongStrawError, match="no adapter is registered for model type 'qwen3_5_moe_text'"):
+        LongStrawSession(model)
+    with caplog.at_level(logging.WARNING, "longstraw_sdk"), LongStrawSession(model, Qwen36Adapter()) as session:
+        missing = {row.linear for row in session.coverage().missing}
+    assert missing == {"mlp.shared_expert_gate", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    for name in missing:
+        assert f"LoRA is missing on {name} in 3 of 3 recurrent layers" in caplog.text
 
 
 def test_a_run_goes_on_from_its_adapter_alone(tmp_path):
