@@ -53,7 +53,7 @@ def _checked_reward(function: Callable[..., Any]) -> Callable[..., Any]:
 def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Which rows [N] of `rewards` [N, F] belong to a group whose weighted sums are all the same, missing ones aside.
 
-    The same up to four units in the last place: the float32 mean of equal rewards is off by about one, and advantages
+    The same up to four epsilons of the larger: the float32 mean of equal rewards is off by about one, and advantages
     are that difference over 1e-4 at least: 3e-4 for seven rewards of 0.35, 0.37 for seven of 1000.1. An optimizer that
     divides by the size of the gradient makes whole steps of that.
     """
