@@ -455,9 +455,10 @@ def refused(what):
     if what == "other sizes":
         with megatron(size):
             return said(lambda: MegatronBackend(1))
-    if what == "tensor parallel":
+    if what in ("tensor parallel", "tensor parallel experts"):
         parallel_state = importlib.import_module("megatron.core.parallel_state")
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size, create_gloo_process_groups=False)
+        split = "tensor_model_parallel_size" if what == "tensor parallel" else "expert_tensor_parallel_size"
+        parallel_state.initialize_model_parallel(**{split: size}, create_gloo_process_groups=False)
         try:
             return said(lambda: MegatronBackend(1))
         finally:

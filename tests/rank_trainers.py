@@ -15,6 +15,7 @@ from longstraw_sdk import LongStrawSession
 from longstraw_sdk.bench import context_bytes
 from longstraw_sdk.bench.group_steps import Run, StepPlan, run_steps
 from longstraw_sdk.bench.systems import Group, Options
+from longstraw_sdk.evidence.memory import trace_memory
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.models.glm52.expert_shards import keep_expert_shard
 from longstraw_sdk.planner.geometry import TINY_QWEN36
@@ -127,6 +128,21 @@ def replay_bytes(dtype, n_response, architecture="llama", n_layers=1, checkpoint
         session.finalize()
     formula = context_bytes.replay_bytes(model, 2, n_response, 1, checkpointing=checkpointing, output_travels=False)
     return received, (config.num_attention_heads, config.num_key_value_heads, config.head_dim), formula
+
+
+def peak_of_a_group(context_parallel_size):
+    """Peak of live bytes on this rank while a group of two behind 600 tokens is captured, replayed and reduced."""
+    model = tiny_model("llama", n_layers=2, max_position_embeddings=1024)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
+    options = {"chunk_tokens": 64, "page_tokens": 16, "context_parallel_size": context_parallel_size, "probe": False}
+    with LongStrawSession(model, **options) as session, trace_memory() as trace:
+        with session.capture(torch.arange(600) % 97) as prefix:
+            for start in (3, 7):
+                prefix.replay(torch.arange(start, start + 16)).logps.sum().backward()
+        session.finalize()
+    return trace.peak_bytes
 
 
 def bench_of_two():

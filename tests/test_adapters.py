@@ -156,6 +156,12 @@ class AttentionWithoutKwargs(LlamaAttention):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
+def tensor_parallel_model():
+    model = build("Llama")
+    model._tp_size = 2  # as from_pretrained(tp_plan="auto") leaves it on two ranks
+    return model
+
+
 def lora_dropout_model():
     options = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
     return base_model_of(get_peft_model(build("Llama"), options))
@@ -217,6 +223,7 @@ REFUSED = {
     "no kwargs": (no_kwargs_model, [r"layers.1.self_attn \(AttentionWithoutKwargs\) calls cache.update without"]),
     "attention dropout": (lambda: build("Llama", attention_dropout=0.1), ["config.attention_dropout=0.1"]),
     "lora dropout": (lora_dropout_model, [r"dropout is on \(.*q_proj.lora_dropout.default.p=0.1"]),
+    "tensor parallel": (tensor_parallel_model, ["split over 2 ranks by tensor parallelism"]),
     "multimodal": (composite_model, ["multimodal; load the text model alone"]),
     "cohere logit scale": (lambda: build("Cohere"), ["config.logit_scale=0.0625 changes the logits"]),
     "granite logit scale": (lambda: build("Granite", logits_scaling=8.0), ["config.logits_scaling=8.0"]),

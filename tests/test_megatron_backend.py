@@ -55,6 +55,7 @@ def test_auto_takes_megatron_only_where_it_is_initialised(rank_pools):
         ("experts", "expert_parallel_size=3 must divide the 2 processes, and divide context_parallel_size=1 or"),
         ("other sizes", "initialised with context_parallel_size=2 instead of 1; initialise it with"),
         ("tensor parallel", "initialised with tensor_model_parallel_size=2 instead of 1"),
+        ("tensor parallel experts", "initialised with expert_tensor_parallel_size=2 instead of 1"),
         ("unfrozen later", "parameters are trained now that were not when the session began"),
     ],
 )

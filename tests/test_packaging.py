@@ -160,3 +160,12 @@ def test_direct_requirements_are_pinned():
 def test_torch_range_starts_at_2_11():
     (torch,) = [requirement for requirement in direct_requirements() if requirement.name == "torch"]
     assert Version("2.11.0") in torch.specifier and Version("2.10.1") not in torch.specifier
+
+
+@pytest.mark.parametrize(
+    ("name", "faulty"),
+    [("transformers", "5.23.0"), ("trl", "1.15.0"), ("peft", "0.19.0")],  # docs/known-faults.md, rows 28, 30 and 39
+)
+def test_versions_with_known_faults_are_not_admitted(name, faulty):
+    found = [requirement for requirement in direct_requirements() if requirement.name == name]
+    assert found and not any(Version(faulty) in requirement.specifier for requirement in found)

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from longstraw_sdk import ConfigurationError, InputError, LongStrawError, NumericsError, UnsupportedModelError
 from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.trainers import LongStrawGRPOConfig, LongStrawGRPOTrainer
+from longstraw_sdk.trainers import LongStrawGRPOConfig, LongStrawGRPOTrainer, prompt_lengths
 
 
 def histories(trainer):
@@ -168,7 +168,12 @@ REFUSED = {
     "context_parallel_size": {"context_parallel_size": 2},
     "expert_parallel_size": {"expert_parallel_size": 2},
     "sharding": {"sharding": "deepspeed"},
-    "cp_size": {"parallelism_config": lambda: ParallelismConfig(cp_size=2)},
+    "cp_size=2": {"parallelism_config": lambda: ParallelismConfig(cp_size=2)},
+    "sp_size=2": {"parallelism_config": lambda: ParallelismConfig(sp_size=2)},
+    "tp_size=2": {"parallelism_config": lambda: ParallelismConfig(tp_size=2)},
+    "dp_shard_size=2": {"parallelism_config": lambda: ParallelismConfig(dp_shard_size=2)},
+    "fsdp": {"fsdp": True},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 3}}},
     "vllm_mode='merged' is not known": {"use_vllm": True, "vllm_mode": "merged"},
     "use_transformers_continuous_batching": {"use_transformers_continuous_batching": True},
     "cache_implementation": {"cache_implementation": "static"},
@@ -184,6 +189,23 @@ def test_options_that_cannot_work_are_refused_by_name(tmp_path, name, options):
     options = {key: value() if callable(value) else value for key, value in options.items()}
     with pytest.raises(ConfigurationError, match=name):
         LongStrawGRPOConfig(str(tmp_path), **(trl_setup.COMMON | options))
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size=2"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size=2"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "MEGATRON_LM"),
+    ],
+    ids=str,
+)
+def test_what_a_launcher_asks_for_is_refused_too(tmp_path, monkeypatch, variables, name):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=name):
+        LongStrawGRPOConfig(str(tmp_path), **trl_setup.COMMON)
 
 
 def test_plain_trl_config_is_refused(tmp_path):
@@ -256,14 +278,36 @@ def test_nan_in_the_loss_stops_before_any_replay(tmp_path):
     assert trl_setup.lora_gradient(trainer.model).abs().sum() == 0
 
 
-def test_a_prompt_beyond_the_positions_is_named_and_not_truncated(tmp_path):
+def test_a_prompt_beyond_the_positions_is_named_and_not_truncated(tmp_path, monkeypatch):
+    """Before the first step if it is among the longest of the dataset, else when it is sampled."""
     long = " ".join(f"t{2 + i % 90}" for i in range(510))
+    options = {"shuffle_dataset": False, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     dataset = Dataset.from_dict({"prompt": ["t5 t6 t7", long]})
-    trainer = trl_setup.our_trainer(
-        tmp_path, dataset=dataset, shuffle_dataset=False, steps_per_generation=2, gradient_accumulation_steps=2
-    )
+    trainer = trl_setup.our_trainer(tmp_path, dataset=dataset, **options)
+    with pytest.raises(InputError, match=r"more than the 504 tokens .*: row 1 of 510 tokens, among the 2 longest"):
+        trainer.train()
+    assert trainer.longstraw.stats.captured_tokens == 0
+    monkeypatch.setattr(prompt_lengths, "N_LONGEST", 0)
     with pytest.raises(InputError, match=r"sample 4 .*510 tokens.*512"):
         trainer.train()
+
+
+def test_a_conversation_is_measured_as_it_is_sampled(tmp_path):
+    prompts = [[{"role": "user", "content": "t5 " * n}] for n in (3, 40, 20)]
+    trainer = trl_setup.our_trainer(
+        tmp_path, dataset=Dataset.from_dict({"prompt": prompts}), per_device_train_batch_size=8
+    )
+    trainer.processing_class.chat_template = "{% for m in messages %}t9 {{ m['content'] }}{% endfor %}"
+    lengths = []
+
+    def n_tokens(prompt):
+        lengths.append(len(trainer._tokenize_prompts([prompt])[0][0]))
+        return lengths[-1]
+
+    prompt_lengths.check_longest_prompts(trainer.train_dataset["prompt"], n_tokens, 41)
+    assert lengths == [4, 41, 21]
+    with pytest.raises(InputError, match="row 1 of 41 tokens, among the 3 longest"):
+        prompt_lengths.check_longest_prompts(trainer.train_dataset["prompt"], n_tokens, 40)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
 from longstraw_sdk.backends.choice import NAMES
@@ -64,12 +66,7 @@ class LongStrawGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        parallelism = self.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ConfigurationError(
-                "parallelism_config with cp_size or sp_size above 1 splits TRL's padded batch, which GRPO cannot use; "
-                "leave both at 1. Ranks that share one prompt are LongStraw's context_parallel_size"
-            )
+        self._refuse_parallelism()
         for option in ("context_parallel_size", "expert_parallel_size"):
             require_at_least(option, getattr(self, option), 1)
         size = self.context_parallel_size
@@ -82,6 +79,29 @@ class LongStrawGRPOConfig(GRPOConfig):
         problems = list(self._problems())
         if problems:
             raise ConfigurationError("; ".join(problems))
+
+    def _refuse_parallelism(self) -> None:
+        """Of accelerate's own, from options or the launcher, before transformers acts on it."""
+        if self.deepspeed or _asked("ACCELERATE_USE_DEEPSPEED"):
+            raise ConfigurationError(
+                "deepspeed: it would shard weights that replay reads as they are; leave it unset and launch without it"
+            )
+        if _asked("ACCELERATE_USE_MEGATRON_LM"):
+            raise ConfigurationError(
+                "accelerate's Megatron-LM (distributed_type: MEGATRON_LM) would build a model of its own; launch with "
+                "MULTI_GPU and set sharding='megatron'"
+            )
+        parallelism = self.parallelism_config
+        if parallelism is None and _asked("ACCELERATE_USE_PARALLELISM_CONFIG"):
+            parallelism = ParallelismConfig()  # reads what `accelerate launch` was told
+        sizes = {name: getattr(parallelism, name, 1) for name in ("cp_size", "sp_size", "tp_size", "dp_shard_size")}
+        above = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        if above:
+            raise ConfigurationError(
+                f"parallelism_config with {', '.join(above)} would split TRL's padded batch or weights that replay "
+                "reads as they are; leave all of them at 1. Ranks that share one prompt are LongStraw's "
+                "context_parallel_size, over which accelerate's FSDP2 may spread the frozen weights"
+            )
 
     def _problems(self) -> list[str]:
         reentrant = bool(
@@ -117,7 +137,10 @@ class LongStrawGRPOConfig(GRPOConfig):
             "torch_compile=True compiles the stock forward, which replay does not call; leave it off": (
                 self.torch_compile
             ),
-            "deepspeed: it would shard weights that replay reads as they are; leave it unset": bool(self.deepspeed),
             "fsdp: it would shard weights that replay reads as they are; leave it unset": bool(self.fsdp),
         }
         return [message for message, found in checks.items() if found]
+
+
+def _asked(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"

@@ -40,7 +40,8 @@ from .drawings import Drawings
 from .expert_shards import own_adapter, share_optimizer_state, whole_adapter
 from .grpo_config import LongStrawGRPOConfig
 from .outside_sampling import check_contexts, check_difference, check_options
-from .rewards import checked_rewards
+from .prompt_lengths import check_longest_prompts
+from .rewards import checked_rewards, equal_rewards
 from .rollout_state import load_rollouts, save_rollouts
 from .rows import Row, unpadded
 from .run_facts import describe_rank, describe_rewards, describe_run
@@ -383,6 +384,11 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if self.model.training:  # an evaluation between two steps on the same rollouts must not drop theirs
             self.longstraw.adapter.forget()
         output = super()._generate_and_score_completions(inputs)
+        if self.multi_objective_aggregation == "sum_then_normalize":  # the other way subtracts the batch's mean at last
+            n = self.num_generations if self.model.training else self.num_generations_eval
+            equal = equal_rewards(self._rewards, self.reward_weights, n)
+            first = self.accelerator.process_index * len(inputs)
+            output["advantages"] = output["advantages"].masked_fill(equal[first : first + len(inputs)], 0.0)
         if self._drawings.sampler is not None:
             try:
                 check_difference(self._drawings.sampler, output, self.accelerator.gather)
@@ -407,6 +413,22 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             prefix = self._prefixes.get(key)
             if self._rows_left[key] <= 0 and prefix is not None and self.longstraw.prefix_adapter == "live":
                 self._complete.append(key)
+
+    def _get_train_sampler(self, dataset=None):
+        dataset = self.train_dataset if dataset is None else dataset
+        needed = self.args.generation_batch_size // self.num_generations
+        if len(dataset) < needed:  # TRL leaves out what does not fill a batch, and would end behind 0 steps
+            raise ConfigurationError(
+                f"the dataset has {len(dataset)} prompts, and one generation batch takes {needed} "
+                f"(generation_batch_size={self.args.generation_batch_size} over num_generations="
+                f"{self.num_generations}), so no step would be taken; add prompts, or lower "
+                "per_device_train_batch_size or steps_per_generation"
+            )
+        limit = self.longstraw.bound.max_positions
+        if limit is not None and self.rollout_func is None and self.environment_factories is None:
+            room = limit - self.max_completion_length
+            check_longest_prompts(dataset["prompt"], lambda p: len(self._tokenize_prompts([p])[0][0]), room)
+        return super()._get_train_sampler(dataset)
 
     # The update
 

@@ -48,3 +48,19 @@ def _checked_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     if not hasattr(function, "__name__"):
         checked.__name__ = name
     return checked
+
+
+def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Which rows [N] of `rewards` [N, F] belong to a group whose weighted sums are all the same, missing ones aside.
+
+    The same up to four epsilons of the larger: the float32 mean of equal rewards is off by about one, and advantages
+    are that difference over 1e-4 at least: 3e-4 for seven rewards of 0.35, 0.37 for seven of 1000.1. An optimizer that
+    divides by the size of the gradient makes whole steps of that.
+    """
+    totals = (rewards * weights.to(rewards)).nansum(1).masked_fill(rewards.isnan().all(1), math.nan)
+    groups = totals.view(-1, num_generations)
+    missing = groups.isnan()
+    high = groups.masked_fill(missing, -math.inf).amax(1)
+    low = groups.masked_fill(missing, math.inf).amin(1)
+    equal = high - low <= 4 * torch.finfo(rewards.dtype).eps * torch.maximum(high.abs(), low.abs())
+    return equal.repeat_interleave(num_generations)

@@ -110,6 +110,8 @@ class MegatronBackend:
     def optimizer(self, config: Any) -> Any:
         """Megatron's optimizer of the session's trained parameters, as `get_megatron_optimizer` makes it.
 
+        It copies parameters that are not float32 now, and steps from its copies: load a saved adapter before.
+
         Args:
             config: a `megatron.core.optimizer.OptimizerConfig`.
 

@@ -35,9 +35,8 @@ class TransformersAdapter(ResidentStateAdapter):
     def layer_spec(self, config: Any, layer: int, layer_type: str, dtype: torch.dtype) -> StateSpec:
         """What decoder layer `layer` of type `layer_type` keeps; here keys and values."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return AttentionKVSpec(
-            layer=layer, n_kv_heads=config.num_key_value_heads, key_dim=head_dim, value_dim=head_dim, dtype=dtype
-        )
+        n_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return AttentionKVSpec(layer=layer, n_kv_heads=n_kv_heads, key_dim=head_dim, value_dim=head_dim, dtype=dtype)
 
     def resident_cache(self, model: CausalLM, view: StateView, *, keep_rows: bool) -> ResidentCache:
         """The cache that shows `view` to a forward of `model`; `keep_rows` in a generation."""

@@ -70,6 +70,11 @@ def _config_problems(
             "reach the layers below; load it dequantised (for FP8: FineGrainedFP8Config(dequantize=True)) or with "
             "BitsAndBytesConfig(load_in_4bit=True)"
         )
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        yield (
+            f"its weights are split over {model._tp_size} ranks by tensor parallelism, whose partial sums replay does "
+            "not reduce; load it without tp_plan, and let ranks share prompts by context_parallel_size"
+        )
     if not model._can_set_attn_implementation():
         yield "its attention does not go through transformers' AttentionInterface"
 
