@@ -3,7 +3,7 @@
 The environment sees the dependencies of the interpreter that runs this script, but neither the repository nor an
 editable install of it, so a package that is missing from the wheel fails to import.
 
-    python scripts/wheel_smoke.py
+    python scripts/wheel_smoke.py [FOLDER]      # leaves the wheel in FOLDER
 """
 
 import os
@@ -83,7 +83,7 @@ def install(wheel: Path, work: Path) -> tuple[Path, Path]:
     return scripts, site
 
 
-def main() -> None:
+def main(keep: str | None = None) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     setuptools = project["tool"]["setuptools"]
     with tempfile.TemporaryDirectory(prefix="wheel-smoke-") as temporary:
@@ -98,8 +98,11 @@ def main() -> None:
         arguments = (project["project"]["version"], site, *setuptools["packages"])
         run(scripts / "python", "-c", CHECK, *arguments, cwd=elsewhere)
         run(scripts / "longstraw", "--help", cwd=elsewhere)
+        if keep is not None:
+            Path(keep).mkdir(parents=True, exist_ok=True)
+            shutil.copy(wheel, keep)
     print(f"wheel smoke test: {wheel.name} is whole")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
