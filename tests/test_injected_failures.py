@@ -10,6 +10,7 @@ import peft.peft_model
 import pytest
 import torch
 import trl_setup
+from failing import SAID, layers_of, no_memory_in_backward
 from transformers import TrainerCallback
 
 from longstraw_sdk import ConfigurationError, NumericsError
@@ -60,25 +61,9 @@ class InStep(TrainerCallback):
             self.entered.__exit__(None, None, None)
 
 
-def layers_of(trainer):
-    return trainer.longstraw.bound.base.base_model.layers
-
-
-def failing_backward(trainer):
-    def fail(gradient):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def watch(layer, args, out):
-        hidden = out[0] if isinstance(out, tuple) else out
-        if hidden.requires_grad:
-            hidden.register_hook(fail)
-
-    return layers_of(trainer)[0].register_forward_hook(watch)
-
-
 def test_memory_that_runs_out_in_a_backward(tmp_path, unbroken):
     trainer = new_trainer(tmp_path)
-    trainer.add_callback(InStep(2, lambda: failing_backward(trainer)))
+    trainer.add_callback(InStep(2, lambda: no_memory_in_backward(trainer.model)))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.train()
     assert any("the planner" in note for note in caught.value.__notes__)
@@ -95,10 +80,10 @@ def test_memory_that_holds_smaller_packs_only(tmp_path, unbroken, caplog):
         hidden = args[0] if args else kwargs["hidden_states"]
         if torch.is_grad_enabled() and hidden.shape[0] > 1:
             narrow.append(hidden.shape)
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise torch.OutOfMemoryError(SAID)
 
     def hook():
-        return layers_of(trainer)[-1].register_forward_pre_hook(allocate, with_kwargs=True)
+        return layers_of(trainer.model)[-1].register_forward_pre_hook(allocate, with_kwargs=True)
 
     trainer.add_callback(InStep(2, hook))
     with caplog.at_level(logging.WARNING, "longstraw_sdk"):

@@ -4,22 +4,20 @@ A hook on one layer stands for the allocator: it raises what PyTorch raises, in 
 backward.
 """
 
-import contextlib
 import logging
 
 import pytest
 import torch
+from failing import SAID, memory_for, no_memory_in_backward
 
 from longstraw_sdk import InputError, LifecycleError, LongStrawSession, NumericsError
 from longstraw_sdk.evidence.float64 import float64_upcasts
 from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.lora import base_model_of
 from longstraw_sdk.out_of_memory import is_out_of_memory
 from longstraw_sdk.prefix import SessionCore
 
 VOCAB = 97
-SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def tokens(n, seed=0):
@@ -57,43 +55,6 @@ def update(session):
             prefix.replay(row).logps.sum().backward()
     session.finalize()
     return gradient(session.bound.base)
-
-
-def last_layer(model):
-    return base_model_of(model).base_model.layers[-1]
-
-
-@contextlib.contextmanager
-def memory_for(model, n_tokens):
-    """A forward of more than `n_tokens` fails in its last layer."""
-
-    def allocate(layer, args, kwargs):
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.shape[:2].numel() > n_tokens:
-            raise torch.OutOfMemoryError(SAID)
-
-    with last_layer(model).register_forward_pre_hook(allocate, with_kwargs=True):
-        yield
-
-
-@contextlib.contextmanager
-def no_memory_in_backward(model, after):
-    """The backward of the first layer fails, behind `after` others: those of the layers above it have run by then."""
-    left = after
-
-    def fail(gradient):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise torch.OutOfMemoryError(SAID)
-
-    def watch(layer, args, out):
-        hidden = out[0] if isinstance(out, tuple) else out
-        if hidden.requires_grad:
-            hidden.register_hook(fail)
-
-    with base_model_of(model).base_model.layers[0].register_forward_hook(watch):
-        yield
 
 
 def test_what_counts_as_out_of_memory():
