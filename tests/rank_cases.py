@@ -681,6 +681,25 @@ def not_finite(token):
         return error, session.pool.live_bytes, session.pool.audit()
 
 
+def gradient_not_finite(context_parallel_size, factor):
+    """What finalize says where the last rank multiplied its gradient by `factor`, and when it is taken again."""
+    model = small_model("llama")
+
+    def update(factor):
+        with session.capture(PROMPT) as prefix:
+            prefix.replay(ROWS[0]).logps.sum().backward()
+        if rank() == dist_size() - 1:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad *= factor
+        return said(session.finalize)
+
+    with float64_upcasts(), open_session(model, context_parallel_size=context_parallel_size) as session:
+        first = update(factor)
+        session.discard()
+        return first, update(1.0), bool(flat_gradient(model).isfinite().all()), session.pool.audit()
+
+
 def finalized_twice(context_parallel_size):
     """What is said when a second update begins on the gradient of the first, and the gradient."""
     model = small_model("llama")

@@ -254,7 +254,6 @@ def out_of_turn(what):
         out = prefix.replay(tokens(3))
         error = said(lambda: prefix.replay(tokens(4)))
         out.logps.sum().backward()
-        prefix.release()
         session.finalize()
         return error
 

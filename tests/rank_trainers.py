@@ -124,7 +124,6 @@ def replay_bytes(dtype, n_response, architecture="llama", n_layers=1, checkpoint
             loss = prefix.replay(torch.arange(n_response) % config.vocab_size).logps.sum()
             loss.backward()
             received = session.backend.context.received_bytes - before
-            prefix.release()
         session.finalize()
     formula = context_bytes.replay_bytes(model, 2, n_response, 1, checkpointing=checkpointing, output_travels=False)
     return received, (config.num_attention_heads, config.num_key_value_heads, config.head_dim), formula

@@ -587,6 +587,16 @@ def test_a_prompt_that_is_not_finite_on_one_rank_is_refused_on_all(two_ranks, va
     assert [error for error, *_ in two_ranks.run(cases.not_finite, 1.0)] == [None, None]
 
 
+@pytest.mark.parametrize("context_parallel_size", [1, 2])
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_stepped_on_by_none(two_ranks, context_parallel_size, factor):
+    for first, again, is_finite, audit in two_ranks.run(cases.gradient_not_finite, context_parallel_size, factor):
+        assert first is not None and first.startswith("NumericsError: the gradient of this update is NaN or infinite")
+        assert (again, is_finite, audit) == (None, True, [])
+    for first, *_ in two_ranks.run(cases.gradient_not_finite, context_parallel_size, 1.0):
+        assert first is None
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

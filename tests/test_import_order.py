@@ -30,6 +30,7 @@ FLOOR = {
     "replay": 7,
     "sweep": 7,
     "turns": 7,
+    "out_of_memory": 8,
     "planner": 8,
     "prefix": 8,
     "probe": 8,

@@ -159,6 +159,7 @@ def test_a_signal_ends_the_run_behind_a_closed_and_saved_update(folder, number):
         (("--use_dora",), "use_dora"),
         (("--dataset_streaming",), "dataset_streaming=True"),
         (("--config", "none.yaml"), "none.yaml"),
+        ((), "a model, data and a reward are needed"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -167,7 +168,7 @@ def test_what_cannot_work_is_refused(folder, monkeypatch, flags, said):
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    given = flags if flags[0] == "--config" else ("--config", "run.yaml", *flags)
+    given = flags if not flags or flags[0] == "--config" else ("--config", "run.yaml", *flags)
     with pytest.raises(ConfigurationError, match=said.replace("(", r"\(")):
         train_script.run(train_script.parse(given))
 

@@ -280,8 +280,12 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             self._drawings.note(output[0], output[1], output[4])
         # Tool calls sample from prompts that grow turn by turn; only the final ones are trained on.
         wanted = {_key_of(torch.tensor(ids)) for ids in output[0]}
-        for key in [key for key in self._prefixes if key[0] not in wanted]:
-            self._drop(key)
+        with self.accelerator.autocast():
+            for key in [key for key in self._prefixes if key[0] not in wanted]:
+                # An update of several generations: of one whose masked rows were not replayed, gradients wait here.
+                self._prefixes[key].sweep()
+                self._drop(key)
+            self.longstraw.join()
         return output
 
     # Scoring and replay

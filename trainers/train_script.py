@@ -86,6 +86,8 @@ class Outcome:
 
 def parse(args: Sequence[str]) -> Request:
     """Flags over `--config FILE.yaml` over defaults. Raises `ConfigurationError` for options that are not known."""
+    if not args:
+        raise ConfigurationError(f"a model, data and a reward are needed: {USAGE}; --help lists the options")
     kinds = (GRPOScriptArguments, ModelOptions, LongStrawGRPOConfig, RunOptions)
     parser = TrlParser(kinds, prog="longstraw train", usage=USAGE)
     try:
