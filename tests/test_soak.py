@@ -53,18 +53,16 @@ def unbroken(tmp_path_factory):
     return trl_setup.lora(trainer.model), alive.n_bytes
 
 
-def train_and_die(folder, n_entries, resume):
-    """Train in a process that is killed as it writes its `n_entries`-th entry of the journal; its exit code."""
+def train_and_die(folder, update, stage, resume):
+    """Train in a process that is killed as it writes the entry of `stage` in `update`; its exit code."""
 
     def child():
-        stock, left = journal_module.Journal.append, n_entries
+        stock = journal_module.Journal.append
 
-        def append(self, stage, **facts):
-            nonlocal left
-            left -= 1
-            if left == 0:
+        def append(self, written, **facts):
+            if (written, facts.get("update")) == (stage, update):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return stock(self, stage, **facts)
+            return stock(self, written, **facts)
 
         journal_module.Journal.append = append
         new_trainer(folder).train(resume_from_checkpoint=resume)
@@ -77,13 +75,12 @@ def train_and_die(folder, n_entries, resume):
 
 def test_killed_ten_times_it_ends_with_the_same_bits(tmp_path, unbroken):
     drawn = random.Random(0)
-    killed_at = []
-    for _ in range(N_KILLS):
+    for update in sorted(drawn.sample(range(SAVED_EVERY + 1, N_UPDATES), N_KILLS)):
+        stage = drawn.choice(["sampled", "scored", "rewarded", "replayed", "finalized"])
         resume = any(tmp_path.glob("checkpoint-*/checkpoint-manifest.json"))
-        # An update has six or seven entries, and what was not saved is taken again: ten deaths are before its end.
-        assert train_and_die(tmp_path, drawn.randint(60, 150), resume) == -signal.SIGKILL, "it died before its end"
-        killed_at.append(max(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")))
-    assert len(set(killed_at)) > N_KILLS // 2 and killed_at == sorted(killed_at), "it went on between"
+        assert train_and_die(tmp_path, update, stage, resume) == -signal.SIGKILL, (update, stage)
+        saved = max(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+        assert saved == update // SAVED_EVERY * SAVED_EVERY
     trainer = new_trainer(tmp_path)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == N_UPDATES
