@@ -13,7 +13,7 @@ import torch
 from .errors import LongStrawError
 
 if TYPE_CHECKING:
-    from .prefix import SessionCore
+    from .session_core import SessionCore
 
 logger = logging.getLogger(__name__)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
-from .bound import BoundModel
 from .capture import capture_prefix, extend_prefix, why_not_extend
 from .errors import (
     ConfigurationError,
@@ -24,15 +21,15 @@ from .errors import (
     UseAfterReleaseError,
     WitnessError,
 )
-from .lora import adapter_state, adapters_disabled, weights_fingerprint
+from .lora import adapter_state, adapters_disabled
 from .out_of_memory import advise, give_back, in_smaller_packs, is_out_of_memory
 from .positions import angles_key, positions_of
 from .replay import pack_rows, replay_rows
 from .sampling import agree_on_random_state, check_generation, generate_rows, seeded
-from .state import ContextGroup, PagePool, Placement, ResidentState, Witness, in_step, min_forward_tokens
+from .session_core import SessionCore
+from .state import ResidentState, Witness, in_step, min_forward_tokens
 from .sweep import sweep_prefix
-from .turns import ExpertTurns
-from .types import GradientScope, PrefixAdapter, ReplayOutput
+from .types import ReplayOutput
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -42,82 +39,6 @@ logger = logging.getLogger(__name__)
 CAPTURE_HALVINGS = 2
 """How often a capture that runs out of memory is tried with chunks of half the size: what a chunk computes is then a
 quarter, and the rest is the prompt's pages, which no chunk size changes."""
-
-
-@dataclass
-class SessionStats:
-    """Running totals of a session. Seconds of replay are of the forward; the backward belongs to the caller.
-
-    `observer`, if set, is entered around every phase with its name; memory traces use it.
-    """
-
-    captured_tokens: int = 0
-    scored_tokens: int = 0
-    replayed_tokens: int = 0
-    swept_tokens: int = 0
-    sampled_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    observer: Callable[[str], AbstractContextManager[None]] | None = None
-
-    @contextmanager
-    def timed(self, phase: str, device: torch.device) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with nullcontext() if self.observer is None else self.observer(phase):
-                yield
-        finally:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
-@dataclass
-class SessionCore:
-    """What a session shares with its prefixes."""
-
-    bound: BoundModel
-    pool: PagePool
-    gradient_scope: GradientScope
-    prefix_adapter: PrefixAdapter
-    chunk_tokens: int
-    replay_tokens: int | None
-    temperature: float
-    verify_content: bool
-    placement: Placement
-    context: ContextGroup | None = None
-    turns: ExpertTurns | None = None
-    """Set where contexts share experts."""
-    stats: SessionStats = field(default_factory=SessionStats)
-    weights_epoch: int = 0
-    update_is_open: bool = False
-    needs_finalize: bool = False
-    """Whether responses were replayed since the last finalize."""
-    half_added: str | None = None
-    """Why the gradients of the open update are not whole: a backward or sweep that runs, or that ended in an error."""
-    n_sweeps: int = 0
-    n_swept_tokens: int = 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank runs the same passes."""
-        return self.context is None and self.turns is None
-
-    def backward_ended(self) -> None:
-        self.half_added = None
-
-    def check_whole(self) -> None:
-        """Raise `LifecycleError` if gradients of the open update were added by half."""
-        if self.half_added is not None:
-            raise LifecycleError(
-                f"{self.half_added}, so the gradients of this update are not whole; call session.discard() and take "
-                "the update again from its first capture"
-            )
-
-    def weights_key(self) -> tuple[int, int]:
-        """Changes when the weights that a capture depends on change."""
-        live = self.prefix_adapter == "live"
-        fingerprint = weights_fingerprint(self.bound.base, with_adapters=live)
-        return (fingerprint, self.weights_epoch if live else 0)
 
 
 class Prefix:

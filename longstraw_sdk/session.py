@@ -21,8 +21,9 @@ from .errors import ConfigurationError, LifecycleError, NumericsError, require_a
 from .lora import LoRACoverage, base_model_of, lora_coverage, require_trainable_lora
 from .out_of_memory import give_back
 from .positions import PositionConfig, asked_positions, positions_identity, positions_of
-from .prefix import Prefix, SessionCore, SessionStats
+from .prefix import Prefix
 from .probe import probe as run_probe
+from .session_core import SessionCore, SessionStats
 from .state import KEPT_FREE, CudaLink, PagePool, Placement, check_same_weights, cuda_room, in_step, min_forward_tokens
 from .turns import ExpertTurns
 from .types import CausalLM, FinalizeResult, GradientScope, PrefixAdapter, StateDevice

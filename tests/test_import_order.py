@@ -31,6 +31,7 @@ FLOOR = {
     "sweep": 7,
     "turns": 7,
     "out_of_memory": 8,
+    "session_core": 7,
     "planner": 8,
     "prefix": 8,
     "probe": 8,

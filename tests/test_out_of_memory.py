@@ -15,7 +15,7 @@ from longstraw_sdk.evidence.float64 import float64_upcasts
 from longstraw_sdk.evidence.parity import relative_l2
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.out_of_memory import is_out_of_memory
-from longstraw_sdk.prefix import SessionCore
+from longstraw_sdk.session_core import SessionCore
 
 VOCAB = 97
 

@@ -12,7 +12,7 @@ import torch
 from longstraw_sdk import session as session_module
 from longstraw_sdk.evidence.parity import ParityCase, check_parity, conventional_run, relative_l2, replay_run
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.prefix import SessionCore
+from longstraw_sdk.session_core import SessionCore
 
 MODES = [("full", "live"), ("response", "live"), ("full", "frozen"), ("response", "frozen")]
 MODELS = [("qwen36", 4), ("qwen36", 8), ("llama", 3), ("qwen3", 3)]
