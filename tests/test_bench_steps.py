@@ -183,6 +183,7 @@ def test_a_plan_runs_on_as_many_processes_as_it_asks_for():
         next(group_steps.cpu_cp2(lambda done: None))
 
 
+@pytest.mark.slow
 def test_ranks_of_a_context_have_rows_with_what_they_received(rank_pools):
     for rows in rank_pools[2].run(rank_trainers.bench_of_two):
         alone, together = rows

@@ -40,6 +40,7 @@ def test_bfloat16_with_the_tape_is_as_exact_as_conventional_bfloat16(model, mode
     assert 0 < adapter.metrics()["flip_rate_experts"] < 0.3
 
 
+@pytest.mark.slow
 def test_bfloat16_without_the_tape_flips_choices_and_loses_the_gradient(model):
     adapter = GLM52Adapter(tape="record")
     result = check_parity(model, ParityCase("bfloat16"), adapter)

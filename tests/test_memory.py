@@ -97,6 +97,7 @@ def sweep_peak(n_layers, *, checkpointing):
     return trace.peak_bytes
 
 
+@pytest.mark.slow
 def test_sweep_of_a_checkpointed_model_keeps_no_recomputed_layer():
     """Twelve more layers add their inputs and the chunk's own state, not their activations (0.03 of them measured)."""
     added = {on: sweep_peak(28, checkpointing=on) - sweep_peak(16, checkpointing=on) for on in (False, True)}

@@ -306,9 +306,9 @@ def clean_up(tmp_path, run_id, *more):
 KILLS = [
     # when, state, updates asked for, kinds of what it leaves
     ("before", "group_created", 1, ["placement group"]),
-    ("after", "closed", 2, ["actor"] * 3 + ["placement group"]),
 ]
 SLOW_KILLS = [
+    ("after", "closed", 2, ["actor"] * 3 + ["placement group"]),
     ("after", "planned", 1, []),
     ("after", "connecting", 1, []),
     ("after", "validated", 1, []),

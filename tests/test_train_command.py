@@ -122,7 +122,7 @@ def test_a_folder_without_a_run(tmp_path):
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_the_run_behind_a_closed_and_saved_update(folder, number):
     output = f"stopped-{number}"
     flags = ("--output_dir", output, "--reward_funcs", "rewards.slow", "--no_doctor")

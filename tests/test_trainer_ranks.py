@@ -74,6 +74,7 @@ def test_two_ranks_with_prompts_of_their_own_train_as_trl_does(two):
     assert_same_run(ours, stock)
 
 
+@pytest.mark.slow
 def test_two_contexts_of_two_ranks_train_as_two_ranks(two, four):
     options = STEPS | {"generation_batch_size": 8, "steps_per_generation": None}
     wide = agree(four.run(rank_trainers.train, "ours", "qwen36", options | {"context_parallel_size": 2}))
@@ -140,6 +141,7 @@ def test_checkpoints_move_between_numbers_of_ranks_that_hold_the_experts(two, tm
     assert relative_l2(resumed[1], unbroken[1]) < 1e-4
 
 
+@pytest.mark.slow
 def test_control_two_ranks_with_prompts_of_their_own_are_another_run(two):
     shared = two.run(rank_trainers.train, "ours", "qwen36", STEPS | {"context_parallel_size": 2})[0]
     beside = two.run(rank_trainers.train, "ours", "qwen36", STEPS)[0]
@@ -175,6 +177,7 @@ def test_a_window_of_masked_rows_steps_on_ranks_too(two):
     assert two.run(rank_trainers.train_masked) == [(2, 0, 0.0)] * 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_of_two_ranks_goes_on_in_one_process(two, tmp_path):
     """A checkpoint holds no trace of how many ranks wrote it."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -222,6 +225,7 @@ def start_example(name, architecture, folder, configuration="cp2", **options):
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 def test_the_glm_example_trains_with_experts_spread_over_ranks(tmp_path):
     launcher = start_example("grpo_glm52.py", "glm52", tmp_path, expert_parallel_size=2, max_steps=2)
     try:
