@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -58,7 +57,9 @@ def in_smaller_packs(
         half = len(pack) // 2
         waiting[:0] = [pack[:half], pack[half:]]
         give_back(core)
-        logger.warning("out of memory in a pack of %d responses: they run as %d and %d", len(pack), half, half)
+        logger.warning(
+            "out of memory in a pack of %d responses: they run as %d and %d", len(pack), half, len(pack) - half
+        )
 
 
 def give_back(core: SessionCore) -> None:
@@ -83,24 +84,25 @@ def advise(
 
 def _planned(core: SessionCore, prompt_tokens: int, response_tokens: int, group: int) -> str:
     from .planner import PlanRequest, plan
+    from .planner.devices import memory_of
+    from .planner.model_facts import facts_of
 
     n_ranks = 1 if core.context is None else core.context.size
+    base = core.bound.base
+    request = PlanRequest(
+        model=base.config.model_type,
+        gpus=n_ranks,
+        gpu_bytes=memory_of(core.bound.device),
+        prompt_tokens=max(2, prompt_tokens),
+        response_tokens=response_tokens,
+        group=group,
+        scope=core.gradient_scope,
+        prefix_adapter=core.prefix_adapter,
+        context_parallel_size=n_ranks,
+    )
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            core.bound.base.config.save_pretrained(folder)
-            found = plan(
-                PlanRequest(
-                    model=folder,
-                    gpus=n_ranks,
-                    gpu_bytes=_memory_of(core.bound.device),
-                    prompt_tokens=max(2, prompt_tokens),
-                    response_tokens=response_tokens,
-                    group=group,
-                    scope=core.gradient_scope,
-                    prefix_adapter=core.prefix_adapter,
-                    context_parallel_size=n_ranks,
-                )
-            )
+        # A copy: a model that is made of a config writes to it.
+        found = plan(request, facts=facts_of(request.model, deepcopy(base.config), base.dtype, request.lora_rank))
     except (LongStrawError, ValueError, KeyError, OSError) as error:
         return f"The planner cannot say what would fit ({error}); see `longstraw plan`."
     options = found.options
@@ -109,9 +111,3 @@ def _planned(core: SessionCore, prompt_tokens: int, response_tokens: int, group:
     if found.fits:
         return f"By the planner it needs {peak}: set these, and see that nothing else holds memory of the device."
     return f"By the planner it does not fit: {peak}. " + " ".join(found.advice)
-
-
-def _memory_of(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -318,16 +318,17 @@ class LongStrawSession:
 
     def _check_finite(self) -> None:
         core, world = self._core, self.backend.world
-        trained = {id(p) for p in core.bound.trained}
-        named = [(n, p.grad) for n, p in core.bound.base.named_parameters() if id(p) in trained and p.grad is not None]
-        finite = torch.stack([g.isfinite().all() for _, g in named]).tolist() if named else []
-        wrong = [name for (name, _), good in zip(named, finite, strict=True) if not good]
-        everywhere = not wrong if world is None else world.agree(not wrong)
-        if not everywhere:
+        gradients = [p.grad for p in core.bound.trained if p.grad is not None]
+        finite = not gradients or bool(torch.stack([g.isfinite().all() for g in gradients]).all())
+        if not (finite if world is None else world.agree(finite)):
             core.half_added = "the reduced gradient is not finite"
-            where = f"{len(wrong)} of {len(named)} trained parameters, {', '.join(wrong[:3])} first" if wrong else ""
+            named = core.bound.base.named_parameters()
+            wrong = [n for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
+            where = (
+                f"{len(wrong)} of {len(gradients)} trained parameters, {', '.join(wrong[:3])} first" if wrong else ""
+            )
             raise NumericsError(
-                f"the gradient of this update is NaN or infinite in {where or 'parameters of another rank'}; nothing "
+                f"the gradient of this update is NaN or infinite in {where}; nothing "
                 "was stepped. Check advantages, old log-probs and the loss for infinities, and the learning rate; then "
                 "session.discard() and take the update again, or go back to the last checkpoint"
             )

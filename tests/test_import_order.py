@@ -17,6 +17,7 @@ FLOOR = {
     "types": 0,
     "data": 1,
     "environment": 1,
+    "lazy": 0,
     "state": 1,
     "ops": 2,
     "lora": 3,

@@ -1,5 +1,6 @@
 """A run in which something else fails: it ends loudly, and goes on from its last whole checkpoint to the same bits."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -96,18 +97,14 @@ def test_memory_that_holds_smaller_packs_only(tmp_path, unbroken, caplog):
 def test_a_gradient_that_is_not_finite(tmp_path, unbroken):
     trainer = new_trainer(tmp_path)
 
-    def poison():
+    @contextlib.contextmanager
+    def poisoned():
         p = next(p for p in trainer.model.parameters() if p.requires_grad)
-        return p.register_hook(lambda gradient: gradient * float("nan"))
+        handle = p.register_hook(lambda gradient: gradient * float("nan"))
+        yield
+        handle.remove()
 
-    class Handle:
-        def __enter__(self):
-            self.handle = poison()
-
-        def __exit__(self, *_):
-            self.handle.remove()
-
-    trainer.add_callback(InStep(2, Handle))
+    trainer.add_callback(InStep(2, poisoned))
     with pytest.raises(NumericsError, match="NaN or infinite in 1 of"):
         trainer.train()
     assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())

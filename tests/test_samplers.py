@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from completion_server import completion_server
+from rollout_requests import PROMPTS, request_to
 
 from longstraw_sdk import ConfigurationError, SamplerError
 from longstraw_sdk.evidence.parity import randomize_lora
@@ -20,13 +21,10 @@ from longstraw_sdk.rollout import (
     Completion,
     DirectorySampler,
     HttpSampler,
-    RolloutRequest,
     export_adapter,
     prompt_identity,
 )
 from longstraw_sdk.rollout.protocol import checked
-
-PROMPTS = ((5, 9, 20, 33, 4), (7, 7, 61))
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +34,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def request_of(exported):
-    return RolloutRequest(
-        request_id="1-0",
-        adapter=exported,
-        prompts=PROMPTS,
-        n_completions=3,
-        max_new_tokens=6,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        seed=11,
-        stop_token_ids=(1,),
-        vocab_size=97,
-    )
+    return request_to(exported)
 
 
 def answered(request):

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import trl_setup
-from vllm_setup import NEAR, apart, request_for, save_model, served_model
+from vllm_setup import NEAR, apart, check_the_adapter_draws, request_for, save_model, served_model
 
 from longstraw_sdk import SamplerError
 from longstraw_sdk.evidence.parity import randomize_lora
@@ -47,14 +47,7 @@ def sampler(folder):
 def test_the_adapter_draws_with_the_log_probs_that_the_trainer_scores(tmp_path, folder, sampler, temperature):
     model = served_model(folder, 0)
     request = request_for(model, tmp_path, temperature=temperature)
-    answer = sampler.sample(request)
-    assert apart(model, request, answer) < NEAR_ENGINE
-    randomize_lora(model, std=0.0)
-    assert apart(model, request, answer) > 0.1, "the adapter acts"
-    assert sampler.sample(request) == answer, "seeded"
-    rows = [c.token_ids for completions in answer for c in completions]
-    assert len(set(rows)) == 8 and len({token for ids in rows for token in ids}) > 60, "nothing is cut from the tail"
-    assert any(ids[-1] == 1 and len(ids) < 40 for ids in rows), "a response ends with its stop token"
+    check_the_adapter_draws(model, request, sampler, NEAR_ENGINE)
 
 
 def test_only_the_tokens_that_are_asked_for_end_a_response(tmp_path, folder, sampler):

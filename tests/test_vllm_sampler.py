@@ -15,17 +15,16 @@ import torch
 import trl_setup
 from completion_server import Served, completion_server
 from fake_vllm import fake_vllm, no_vllm
+from rollout_requests import request_to
 
 from longstraw_sdk import ConfigurationError, SamplerError
 from longstraw_sdk.evidence.journal import Journal
 from longstraw_sdk.evidence.parity import randomize_lora
 from longstraw_sdk.evidence.tiny import tiny_model
 from longstraw_sdk.evidence.verify import verify_run
-from longstraw_sdk.rollout import HttpSampler, RolloutRequest, VllmSampler, export_adapter
+from longstraw_sdk.rollout import HttpSampler, VllmSampler, export_adapter
 from longstraw_sdk.rollout import adapter_export as export_module
 from longstraw_sdk.trainers import outside_sampling
-
-PROMPTS = ((5, 9, 20, 33, 4), (7, 7, 61))
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +34,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def request_of(exported):
-    return RolloutRequest(
-        request_id="1-0",
-        adapter=exported,
-        prompts=PROMPTS,
-        n_completions=3,
-        max_new_tokens=6,
-        temperature=0.7,
-        top_p=1.0,
-        top_k=0,
-        seed=11,
-        stop_token_ids=(1,),
-        vocab_size=97,
-    )
+    return request_to(exported, temperature=0.7)
 
 
 def other_adapter(folder, seed=5, **options):

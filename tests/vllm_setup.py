@@ -3,13 +3,14 @@
 import torch
 import trl_setup
 from peft import get_peft_model
+from rollout_requests import request_to
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from longstraw_sdk import LongStrawSession
 from longstraw_sdk.adapter import adapter_for
 from longstraw_sdk.evidence.parity import randomize_lora
 from longstraw_sdk.evidence.tiny import tiny_model
-from longstraw_sdk.rollout import RolloutRequest, export_adapter
+from longstraw_sdk.rollout import export_adapter
 
 PROMPTS = ((5, 9, 20, 33, 4, 71, 12), (7, 7, 61))
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -39,20 +40,20 @@ def served_model(folder, seed):
 
 
 def request_for(model, folder, **options):
-    given = {
-        "request_id": "1-0",
-        "adapter": export_adapter(model, folder),
-        "prompts": PROMPTS,
-        "n_completions": 4,
-        "max_new_tokens": 40,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "seed": 11,
-        "stop_token_ids": (1,),
-        "vocab_size": 97,
-    }
-    return RolloutRequest(**(given | options))
+    asked = {"prompts": PROMPTS, "n_completions": 4, "max_new_tokens": 40}
+    return request_to(export_adapter(model, folder), **(asked | options))
+
+
+def check_the_adapter_draws(model, request, sampler, near):
+    """Log-probs of what the exported adapter draws are the trainer's, and nothing is cut from its distribution."""
+    answer = sampler.sample(request)
+    assert apart(model, request, answer) < near
+    randomize_lora(model, std=0.0)
+    assert apart(model, request, answer) > 0.1, "the adapter acts"
+    assert sampler.sample(request) == answer, "seeded"
+    rows = [c.token_ids for completions in answer for c in completions]
+    assert len(set(rows)) == 8 and len({token for ids in rows for token in ids}) > 60, "nothing is cut from the tail"
+    assert any(ids[-1] == 1 and len(ids) < 40 for ids in rows), "a response ends with its stop token"
 
 
 def apart(model, request, answer):

@@ -3,8 +3,9 @@
 The names are loaded on first use, so that importing this package does not import trl.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from longstraw_sdk.lazy import lazy_names
 
 if __name__ != "longstraw_sdk.trainers":
     raise ImportError(
@@ -33,14 +34,4 @@ _MODULE_OF = {
     "document_answer_reward": "task_rewards",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
 from accelerate import ParallelismConfig
+from accelerate.utils import parse_flag_from_env
 from trl import GRPOConfig
 
 from longstraw_sdk.backends.choice import NAMES
@@ -82,17 +82,17 @@ class LongStrawGRPOConfig(GRPOConfig):
 
     def _refuse_parallelism(self) -> None:
         """Of accelerate's own, from options or the launcher, before transformers acts on it."""
-        if self.deepspeed or _asked("ACCELERATE_USE_DEEPSPEED"):
+        if self.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             raise ConfigurationError(
                 "deepspeed: it would shard weights that replay reads as they are; leave it unset and launch without it"
             )
-        if _asked("ACCELERATE_USE_MEGATRON_LM"):
+        if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
             raise ConfigurationError(
                 "accelerate's Megatron-LM (distributed_type: MEGATRON_LM) would build a model of its own; launch with "
                 "MULTI_GPU and set sharding='megatron'"
             )
         parallelism = self.parallelism_config
-        if parallelism is None and _asked("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        if parallelism is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
             parallelism = ParallelismConfig()  # reads what `accelerate launch` was told
         sizes = {name: getattr(parallelism, name, 1) for name in ("cp_size", "sp_size", "tp_size", "dp_shard_size")}
         above = [f"{name}={size}" for name, size in sizes.items() if size > 1]
@@ -140,7 +140,3 @@ class LongStrawGRPOConfig(GRPOConfig):
             "fsdp: it would shard weights that replay reads as they are; leave it unset": bool(self.fsdp),
         }
         return [message for message, found in checks.items() if found]
-
-
-def _asked(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() == "true"

@@ -68,5 +68,6 @@ def _nccl() -> Check:
 
 
 def _host() -> Check:
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Check("host", True, f"{os.cpu_count()} cores, {pages * size / GIB:.0f} GiB of memory")
+    from ..planner.devices import memory_of
+
+    return Check("host", True, f"{os.cpu_count()} cores, {memory_of(torch.device('cpu')) / GIB:.0f} GiB of memory")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import torch
@@ -21,16 +20,17 @@ def examine(subject: Subject) -> Iterator[Check]:
     if not torch.cuda.is_available() or None in (subject.model, subject.prompt_tokens, subject.response_tokens):
         return
     from ..planner import PlanRequest, plan
+    from ..planner.devices import memory_of
 
     assert subject.model and subject.prompt_tokens and subject.response_tokens
     n_gpus = torch.cuda.device_count()
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = memory_of(torch.device("cpu"))
     try:
         found = plan(
             PlanRequest(
                 model=subject.model,
                 gpus=n_gpus if subject.gpus is None else max(1, subject.gpus),
-                gpu_bytes=min(torch.cuda.get_device_properties(i).total_memory for i in range(n_gpus)),
+                gpu_bytes=min(memory_of(torch.device("cuda", i)) for i in range(n_gpus)),
                 host_bytes=int(HOST_SHARE * host / n_gpus),
                 prompt_tokens=subject.prompt_tokens,
                 response_tokens=subject.response_tokens,

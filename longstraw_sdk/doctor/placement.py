@@ -16,7 +16,7 @@ def examine(subject: Subject) -> Iterator[Check]:
     if subject.placement_plan is None:
         return
     from ..placement import DirectRayPlan, RayRuntime
-    from ..placement.cluster import ClusterFacts, cluster_faults, require_image
+    from ..placement.cluster import ClusterFacts, faults_by_node, require_image
 
     path = subject.placement_plan
     try:
@@ -36,9 +36,7 @@ def examine(subject: Subject) -> Iterator[Check]:
         return
     live = sorted(node.node_ip for node in facts.nodes if node.alive)
     yield Check("ray cluster", True, f"{subject.ray_address} answers; live nodes: {', '.join(live)}")
-    faults = cluster_faults(plan, facts)
-    for ip in plan.node_ips:
-        wrong = [fault.removeprefix(f"{ip}: ") for fault in faults if fault.startswith(f"{ip}: ")]
+    for ip, wrong in faults_by_node(plan, facts).items():
         if wrong:
             yield Check(f"ray node {ip}", False, "; ".join(wrong), "mend it as said, then repeat")
         else:

@@ -31,11 +31,11 @@ def write_json(path: Path, content: Any) -> str:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return hashlib.sha256(data).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """So that names in it are on the disk as well."""
     handle = os.open(folder, os.O_RDONLY)
     try:

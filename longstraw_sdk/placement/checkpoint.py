@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError, InputError
-from ..evidence.artifacts import file_sha256
+from ..evidence.artifacts import file_sha256, sync_folder
 from ..evidence.manifest import MANIFEST, problems_of, write_manifest
 from ..types import CausalLM
 
@@ -107,11 +106,7 @@ def write_checkpoint(folder: Path, update: int, states: Mapping[str, bytes], fac
         (unfinished / name).write_bytes(data)
     write_manifest(unfinished, {"update": update} | dict(facts))
     unfinished.rename(final)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(folder)
     return final
 
 

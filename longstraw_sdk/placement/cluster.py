@@ -77,11 +77,12 @@ def require_image(plan: DirectRayPlan) -> None:
 
 def cluster_faults(plan: DirectRayPlan, facts: ClusterFacts) -> list[str]:
     """In which the cluster differs from what `plan` needs, a sentence each; empty if it can be run there."""
-    return [
-        f"{ip}: {fault}"
-        for ip, needed in zip(plan.node_ips, plan.bundles, strict=True)
-        for fault in _node_faults(plan, facts, ip, needed)
-    ]
+    return [f"{ip}: {fault}" for ip, faults in faults_by_node(plan, facts).items() for fault in faults]
+
+
+def faults_by_node(plan: DirectRayPlan, facts: ClusterFacts) -> dict[str, list[str]]:
+    """`cluster_faults` of each of the plan's addresses, in its order."""
+    return {ip: _node_faults(plan, facts, ip, needed) for ip, needed in zip(plan.node_ips, plan.bundles, strict=True)}
 
 
 def _node_faults(plan: DirectRayPlan, facts: ClusterFacts, ip: str, needed: Mapping[str, float]) -> list[str]:

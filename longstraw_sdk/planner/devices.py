@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from ..errors import ConfigurationError
 from .work import Ceilings
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device here; those of the host for a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)

@@ -143,13 +143,14 @@ def published_name(config: Any) -> str | None:
     return None
 
 
-def plan(request: PlanRequest, machine: Machine | None = None) -> Plan:
+def plan(request: PlanRequest, machine: Machine | None = None, facts: ModelFacts | None = None) -> Plan:
     """The fastest way to run `request` that fits, or else the one that misses by least, with advice.
 
-    Fastest means the fewest seconds for one group. Pure: equal requests get equal plans.
+    Fastest means the fewest seconds for one group. Pure: equal requests get equal plans. `facts` of a model at hand
+    take the place of what `request.model` names.
     """
     machine = machine or Machine()
-    facts = model_facts(request.model, request.lora_rank)
+    facts = facts or model_facts(request.model, request.lora_rank)
     best = _best(request, facts, machine)
     if not best.fits:
         best = replace(best, advice=tuple(_advice(best, machine)))
